@@ -93,3 +93,176 @@ def test_a_prefix_larger_than_a_share_is_answered_with_what_fits() -> None:
             rig.end(move)
     assert rig.ask(long, "asks") == 4
     assert rig.stats.timeouts == 0
+
+
+def steps(rig: Rig, seconds: float, each: float = 0.1) -> None:
+    """Steps in which every move ends well."""
+    for _ in range(round(seconds / each)):
+        rig.step(each)
+        for move in list(rig.moves):
+            rig.end(move)
+
+
+def tenants_of(capacity: int, **shares: Share) -> Tenants:
+    return Tenants(capacity, LRU, Shares(shares, partitions=2), lambda: 0.0)
+
+
+def test_copies_for_which_a_tenant_gets_no_place_keep_nobody_else_waiting() -> None:
+    shares = {"a": Share(guaranteed=0.45), "b": Share(guaranteed=0.45), "c": Share(maximal=0.1)}
+    held = [*keys_of("a", "old", 16), *keys_of("b", "old", 14), *keys_of("c", "old", 2)]
+    rig = Rig(
+        rows=128,
+        on=[held],
+        segment_slots=32,
+        policy=tenants_of(128, **shares),
+        tier_policy=tenants_of(32, **shares),
+    )
+    # What `c` has on disk cannot leave.
+    rig.core.pin(keys_of("c", "old", 2), rig.now + 1000, host=False)
+    rig.put(keys_of("c", "new", 70))
+    steps(rig, 1.0)
+    for number in range(20):
+        new = keys_of("ab"[number % 2], f"new{number}", 2)
+        rig.put(new, f"{number}")
+        rig.core.on_request_finished(f"{number}")
+        steps(rig, 0.5)
+        assert not rig.core.tiers[0].index.lacks(new[0])
+    assert sum(key in rig.core.tiers[0].entries for key in keys_of("c", "old", 2)) == 2
+
+
+def test_a_batch_of_copies_is_of_one_tenant() -> None:
+    rig = Rig(rows=32, on=[[]], segment_slots=64, policy=tenants_of(32, a=Share(), b=Share()))
+    grants = [rig.core.prepare_store(keys_of(name, "x", 4), name) for name in ("a", "b")]
+    for name, grant in zip("ab", grants, strict=True):
+        assert grant is not None
+        rig.core.complete_store(grant.keys, name)
+    rig.step()
+    batches = [{key[:8] for key in move.keys} for move in rig.under_way(Op.CASCADE)]
+    assert [len(owners) for owners in batches] == [1, 1]
+
+
+def test_host_memory_that_is_made_smaller_keeps_parts_of_what_is_left() -> None:
+    rig = Rig(
+        rows=64,
+        policy=tenants_of(64, a=Share(guaranteed=0.5), b=Share(guaranteed=0.4)),
+        tier_policy=LRU(1024),
+        segment_slots=1024,
+    )
+    rig.put(keys_of("a", "old", 32))
+    rig.put(keys_of("b", "old", 32))
+    steps(rig, 1.0)
+    rig.core.limit_rows(20)
+    steps(rig, 20.0)
+    assert rig.core.rows == 20
+    told = rig.stats.tenants
+    assert told["a"].host_chunks >= 10
+    assert told["b"].host_chunks >= 8
+    for tenant in ("a", "b", "c"):
+        grant = rig.core.prepare_store(keys_of(tenant, "new", 1), tenant)
+        assert grant is not None
+        assert len(grant.keys) == 1
+        rig.core.complete_store(grant.keys, tenant)
+        steps(rig, 0.5)
+
+
+def test_what_is_beyond_a_maximum_and_may_not_leave_costs_nobody_else_a_chunk() -> None:
+    shares = {"m": Share(maximal=0.25), "b": Share()}
+    rig = Rig(
+        rows=64,
+        on=[keys_of("b", "disk", 20)],
+        segment_slots=64,
+        policy=tenants_of(64, **shares),
+        tier_policy=tenants_of(64, **shares),
+    )
+    rig.put(keys_of("b", "host", 12))
+    steps(rig, 1.0)
+    mine = keys_of("m", "m", 28)
+    rig.core.pin(mine, rig.now + 1000)
+    rig.put(mine)
+    steps(rig, 3.0)
+    told = rig.stats.tenants
+    assert told["m"].host_chunks > 16
+    assert told["b"].host_chunks == 12
+    assert told["b"].tier_chunks == 32
+    rig.core.unpin(mine)
+    steps(rig, 3.0)
+    assert rig.stats.tenants["m"].host_chunks == 16
+    assert rig.stats.tenants["m"].tier_chunks == 16
+    assert rig.stats.tenants["b"].host_chunks == 12
+
+
+def test_chunks_that_are_fetched_ahead_give_way_to_who_has_less() -> None:
+    queued, asked = keys_of("m", "m", 16), keys_of("a", "a", 8)
+    shares = {"a": Share(guaranteed=0.45), "b": Share(guaranteed=0.45)}
+    rig = Rig(
+        rows=32,
+        on=[[*queued, *asked]],
+        segment_slots=64,
+        policy=tenants_of(32, **shares),
+        tier_policy=LRU(64),
+    )
+    rig.put(keys_of("b", "b", 16))
+    steps(rig, 1.0)
+    rig.core.on_new_request("queued")
+    rig.core.on_request_queued("queued", queued)
+    steps(rig, 1.0, 0.02)
+    rig.put(keys_of("b", "more", 8))
+    for _ in range(10):
+        found = rig.ask(asked, "asks")
+        if found is not None:
+            break
+        steps(rig, 0.1)
+    assert found == 8
+
+
+def test_what_one_wants_to_have_fetched_keeps_nobody_else_waiting() -> None:
+    hopeless, wanted = keys_of("c", "c", 16), keys_of("a", "a", 8)
+    shares = {"a": Share(guaranteed=0.5), "c": Share(maximal=0.1)}
+    for fetch in ("prefetch", "queued"):
+        rig = Rig(
+            rows=32,
+            on=[[*hopeless, *wanted]],
+            segment_slots=64,
+            policy=tenants_of(32, **shares),
+            tier_policy=LRU(64),
+        )
+        mine = keys_of("c", "mine", 3)
+        rig.put(mine)
+        rig.put(keys_of("a", "old", 29))
+        steps(rig, 1.0)
+        rig.core.pin(mine, rig.now + 1000)
+        for keys, name in ((hopeless, "c"), (wanted, "a")):
+            if fetch == "prefetch":
+                rig.core.prefetch(keys)
+            else:
+                rig.core.on_request_queued(name, keys)
+        steps(rig, 3.0)
+        if fetch == "prefetch":
+            # The first ones were as many as may wait.
+            rig.core.prefetch(wanted)
+            steps(rig, 3.0)
+        assert all(rig.in_host(key) for key in wanted), fetch
+
+
+def test_shares_hold_while_a_policy_is_replaced() -> None:
+    rig = Rig(
+        rows=4096,
+        policy=tenants_of(4096, a=Share(), m=Share()),
+        tier_policy=LRU(65536),
+        segment_slots=65536,
+    )
+    rig.put(keys_of("a", "old", 1800))
+    rig.put(keys_of("m", "old", 2296))
+    steps(rig, 3.0)
+    rig.core.set_policy(None, tenants_of(4096, a=Share(), m=Share()))
+    number = stored = 0
+    while rig.core.changing:
+        number += 1
+        new = keys_of("m", f"{number}", 64)
+        grant = rig.core.prepare_store(new, "stores")
+        if grant is not None:
+            stored += len(grant.keys)
+            rig.core.complete_store(grant.keys, "stores")
+        steps(rig, 0.1)
+        assert rig.stats.tenants["a"].host_chunks == 1800
+    assert stored > 64
