@@ -102,6 +102,8 @@ class Files:
         self._journal: list[Callable[[], None]] = []
         self.top = self._new(stat.S_IFDIR | 0o755)
         self.top.entries["sim"] = self._new(stat.S_IFDIR | 0o755)
+        self.on_rename: Callable[[str, bytes], None] = lambda target, data: None
+        """Called at the moment in which a file has another name, with what it holds."""
         self.switching = 0.25
         """Chance that a call which takes no time lets others run first."""
 
@@ -337,6 +339,7 @@ class Files:
                 inode.nlink -= 1
 
         self._journal.append(undo)
+        self.on_rename(os.fspath(target), bytes(inode.data))
 
     def link(self, source: Any, target: Any) -> None:
         self._call("rename", str(target))

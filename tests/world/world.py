@@ -26,6 +26,7 @@ from kvstore.errors import KVStoreError, LaneBusyError, PathUnusableError
 from kvstore.maintenance.bundle import export_bundle, import_bundle
 from kvstore.maintenance.offline import compact, purge
 from kvstore.maintenance.survey import Progress, survey, verify
+from kvstore.policies.tenants import tenant_keys
 from kvstore.tiers import Tier
 from kvstore.tiers.disk.tier import DiskTier
 from kvstore.tiers.disk.volume import Volume
@@ -112,9 +113,12 @@ class World:
         self.rng = rng = random.Random(seed)
         self.kernel = Kernel(rng)
         self.files = Files(self.kernel, rng)
+        self.files.on_rename = self._renamed
         self.acts = 0
         self.skew = 0.0
         self.labels: dict[tuple[int, int, int], int] = {}
+        self.fleeting: set[tuple[int, int, int]] = set()
+        """Those of `labels` that are not durable."""
         self.next_label = 0
         self.generation = 0
         self.stored: dict[bytes, int] = {}
@@ -170,6 +174,13 @@ class World:
             "deadline_s": rng.choice([0.2, 1.0, 5.0]),
             "lease_s": 5.0,
         }
+        # Dice of their own: the worlds of a seed are those of before.
+        aside = random.Random(seed)
+        if shape.get("tenants", aside.random() < 0.25):
+            self.config["tenants"] = {
+                "tenant-0": {"guaranteed": 0.3, "weight": 2.0},
+                "tenant-1": {"guaranteed": 0.2, "maximal": 0.5},
+            }
         if self.server is not None:
             SERVERS["share"] = self.server
         self.enemy: Enemy
@@ -223,6 +234,9 @@ class World:
     def keys(self, prompt: int) -> list[bytes]:
         """The keys of a prompt, in order."""
         keys = [b"prompt-%03d-%03d" % (prompt, at) for at in range(self.depth)]
+        if "tenants" in self.config:
+            public, own = "public", f"tenant-{prompt % 4}"
+            keys = tenant_keys(public, keys[: prompt % 3]) + tenant_keys(own, keys[prompt % 3 :])
         self._uses.update((self.kernel.process.pid, key) for key in keys)
         return keys
 
@@ -337,8 +351,17 @@ class World:
         for one in self.servers:
             if one is not None and one.process is process:
                 other = self.labels.setdefault(self.place(one, epoch), one.label)
+                self.fleeting.discard(self.place(one, epoch))
                 if other != one.label:
                     raise BrokenError(f"epoch {epoch} is of weights {other} and of {one.label}")
+
+    def _renamed(self, target: str, data: bytes) -> None:
+        """Who opens the disk from now on joins the epoch that was moved, of whoever moved it."""
+        if target.endswith("/epoch"):
+            before = set(self.labels)
+            self.entered(int(data))
+            # Until it is durable, a power cut takes it back.
+            self.fleeting |= self.labels.keys() - before
 
     # -- the course of it --------------------------------------------------------------------
 
@@ -1050,6 +1073,9 @@ class Enemy:
                 self.kill(process)
         world.files.cut_power()
         world.bundles.clear()
+        for place in world.fleeting:
+            del world.labels[place]
+        world.fleeting.clear()
         world.hurt = True
         world.forget()
 
@@ -1076,6 +1102,10 @@ class Enemy:
             ):
                 raise
         left = world.files.fds_of(world.kernel.process)
+        if left:
+            # What an error refers to may be part of a cycle.
+            gc.collect()
+            left = world.files.fds_of(world.kernel.process)
         if left:
             raise BrokenError(f"{what.__name__} leaves {len(left)} files open")
 
