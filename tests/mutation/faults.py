@@ -285,7 +285,7 @@ FAULTS = (
         ),
         (
             "compaction begins amid other moves",
-            "idle = not (self.in_flight or self._queue or self.slots.growing) or self.surplus > 0",
+            "idle = not (self.in_flight or self.queued or self.slots.growing) or self.surplus > 0",
             "idle = True",
         ),
         (
