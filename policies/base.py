@@ -75,6 +75,9 @@ class EvictionPolicy(ABC):
     """Whether `evict` chooses the keys that entered or were used last only if no others may be
     evicted. Room for a whole store is then made at once."""
 
+    shared = False
+    """Whether tenants share the tier: `evict` may find for one what it does not for another."""
+
     def __init__(self, capacity: int) -> None:
         if capacity < 1:
             raise ValueError(f"capacity must be at least 1 chunk, not {capacity}")

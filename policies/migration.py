@@ -32,6 +32,7 @@ class Migration(EvictionPolicy):
         self.effort = old.effort + new.effort
         self.declines = old.declines or new.declines
         self.spares_latest = new.spares_latest
+        self.shared = old.shared or new.shared
         self._queue: OrderedTable[bytes, None] = OrderedTable()
 
     def owner_of(self, key: bytes) -> int:

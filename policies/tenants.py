@@ -161,6 +161,7 @@ class Tenants(EvictionPolicy):
     """
 
     name = "tenants"
+    shared = True
 
     def __init__(
         self,

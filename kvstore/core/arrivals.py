@@ -106,7 +106,7 @@ class Arrivals:
                 link(self._pool.policy, request.keys[max(0, start - OVERLAP) : start + count])
                 grants = self._grants.ahead(request, now, most=count)
                 self.begun += sum(len(chunks) for _, chunks, _ in grants)
-                if request.granted > start or not self._pool.policy.parts:
+                if request.granted > start or not self._pool.policy.shared:
                     return grants
         return []
 

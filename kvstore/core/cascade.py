@@ -156,7 +156,7 @@ class Cascades:
         self._pool.queue(chunks, target.number)
         keys = [chunk.key for chunk in chunks]
         policy = self._pool.policy
-        runs = groupby(keys, policy.owner_of) if policy.parts else [(0, iter(keys))]
+        runs = groupby(keys, policy.owner_of) if policy.shared else [(0, iter(keys))]
         for owner, run in runs:
             target.enqueue(list(run), owner)
         return keys

@@ -67,7 +67,7 @@ class Victims:
         may_leave = len(pool.chunks) - pool.busy - (0 if shed_unsaved else pool.unsaved)
         count = min(count, may_leave, len(pool.chunks) - pool.leaving)
         # A policy of several parts may find for one what it does not find for another.
-        asker = incoming[0] if incoming and pool.policy.parts else b""
+        asker = incoming[0] if incoming and pool.policy.shared else b""
         if count <= 0 or self._vain == (pool.changes, shed_unsaved, asker):
             return []
         self.let_loose()

@@ -125,12 +125,12 @@ class HostPool:
 
     def reach(self, keys: Sequence[bytes]) -> int:
         """Return how many rows the chunks of one prompt may have together."""
-        known = bool(keys) and bool(self.policy.parts)
+        known = bool(keys) and self.policy.shared
         return min(self.rows, self.policy.reach(keys)) if known else self.rows
 
     def owner(self, keys: Sequence[bytes]) -> int:
         """Return whose rows a prompt takes: see `EvictionPolicy.owner_of`."""
-        return self.policy.owner_of(keys[-1]) if self.policy.parts and keys else 0
+        return self.policy.owner_of(keys[-1]) if self.policy.shared and keys else 0
 
     def begin_step(self) -> None:
         """Begin a step: chunks that the last step has kept may leave from now on."""
@@ -408,7 +408,7 @@ class HostPool:
         step = self.step
         those = self._uncopied if uncopied else self._copied
         oldest: Iterable[tuple[bytes, Chunk]] = those.items()
-        if uncopied and self.policy.parts:
+        if uncopied and self.policy.shared:
             oldest = self._of_whom_most_wait()
         keys: list[bytes] = []
         for key, chunk in oldest:

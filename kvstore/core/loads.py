@@ -80,7 +80,7 @@ class Loads:
         if len(used) < len(wanted):
             self.loaded_from.update(chunk.origin for chunk in wanted if chunk.origin >= 0)
         self.loaded += len(chunks)
-        if pool.policy.parts:
+        if pool.policy.shared:
             self.by_tenant.update(map(pool.policy.tenant_of, keys))
         self._queue.remove(request)
         # For chunks that were promoted for this load, the promotion was the use.

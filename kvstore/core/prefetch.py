@@ -142,7 +142,7 @@ class Prefetches:
         link(self._pool.policy, portion.keys)
         grants = self._grants.ahead(portion, now, most=size)
         # Those of a tenant whose share is in use are not waited for: others have theirs.
-        hopeless = bool(self._pool.policy.parts) and not portion.granted
+        hopeless = self._pool.policy.shared and not portion.granted
         self.drop(portion.keys if hopeless else portion.keys[: portion.granted])
         self.begun += sum(len(chunks) for _, chunks, _ in grants)
         self._portion = portion

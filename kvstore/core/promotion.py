@@ -146,7 +146,7 @@ class Grants:
                     blocked.add(owner)
                 request.lack_rows(owner in for_rows)
             if wanted and request.needs_rows and owner not in blocked:
-                obtainable = pool.free if pool.policy.parts else pool.obtainable
+                obtainable = pool.free if pool.policy.shared else pool.obtainable
                 self._room.give_way(min(wanted, pool.rows) - obtainable)
             if wanted and not (owner in blocked and request.needs_rows):
                 if request.waits_for < 0 or self._may_read(request.waits_for):
@@ -286,7 +286,7 @@ class Grants:
         A flood of another tenant makes copies slow; chunks that are shed for it are lost.
         """
         waited = 0.0 if request.since is None else now - request.since
-        return bool(self._pool.policy.parts) and waited < SHED_AFTER
+        return self._pool.policy.shared and waited < SHED_AFTER
 
     def _plan(self, request: Request, end: int, unasked: bool, now: float) -> _Plan:
         """Plan what to fetch of its keys up to `end`; lease the chunks that are here at once.

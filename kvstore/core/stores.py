@@ -169,7 +169,7 @@ class Stores:
         if ok:
             self._queue.stored(ended, now)
             self.stored += len(ended)
-            if self._pool.policy.parts:
+            if self._pool.policy.shared:
                 owners = (self._pool.policy.tenant_of(chunk.key) for chunk in ended)
                 self.by_tenant.update(owners)
             self._cascades.stored(ended, now)
@@ -266,9 +266,9 @@ class Stores:
             return _Entered(None, 0)
         self._lookups.keep_hits()
         hindered = pool.busy > 0 or pool.held > 0 or pool.unsaved > 0 or pool.marked > 0
-        room.give_way(len(new) - (pool.free if pool.policy.parts else room.sure))
+        room.give_way(len(new) - (pool.free if pool.policy.shared else room.sure))
         fits = room.sure >= len(new)
-        if pool.policy.parts:
+        if pool.policy.shared:
             # What others have is not for this store, and its policy does not see it as a whole.
             pool.keep(offered)
             free = room.make(len(new), now, shed_unsaved=False, incoming=new[::-1])

@@ -539,7 +539,7 @@ class World:
             forgotten = self.now - client.store_deferred_at >= FORGET_AFTER * core._queue.lease
             once = not client.store_deferred or forgotten or not room or queued or self.demotes
             # It may have no room in its share.
-            once |= bool(core._pool.policy.parts)
+            once |= bool(core._pool.policy.shared)
             # A search that was broken off goes on with the next offer.
             assert once or core._budget.cut_short, "a store is deferred once"
             client.store_deferred, client.store_deferred_at = True, self.now
@@ -1272,7 +1272,7 @@ class World:
         if not (self.demotes and evicted < sum(tier.index.evicted for tier in core.tiers)):
             # What is promoted where chunks are demoted can cost a full tier others of the prefix.
             reach = min(known, core._pool.rows)
-            if core._pool.policy.parts:
+            if core._pool.policy.shared:
                 # Shares of tenants may have no room for all of it.
                 reach = min(reach, 1)
             assert answer >= reach, f"{answer} of {known} chunks"

@@ -321,14 +321,16 @@ def _check(
     asker: _Partition,
     idle: set[_Partition],
 ) -> None:
+    total = sum(before.values())
+
     def by_weight(part: _Partition) -> float:
-        return (len(part.policy) - part.guaranteed) / part.weight
+        return (len(part.policy) - int(part.guaranteed * total)) / part.weight
 
     for part in partitions:
         has = len(part.policy)
         if part is asker or has == before[part] or has >= part.most:
             continue
-        assert has >= part.guaranteed
+        assert has >= int(part.guaranteed * total)
         if part not in idle:
             # One chunk more or less, as chunks are not divided.
             assert by_weight(part) + 1 / part.weight >= by_weight(asker) - 1 / asker.weight
