@@ -20,6 +20,7 @@ This module is long because policies and filters of tenants share their partitio
 
 from __future__ import annotations
 
+import math
 import sys
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
@@ -323,7 +324,26 @@ class Tenants(EvictionPolicy):
                 short -= len(found)
                 if len(found) < wanted:
                     exhausted.add(partition)
+        if short == coming and asker is not None and not (later or len(asker.policy)):
+            # One chunk may be more than its part, where there are few; nobody gets none at all.
+            victims += self._take_one(asker, ask)
         return victims
+
+    def _take_one(
+        self, asker: _Partition, protected: Protected
+    ) -> list[tuple[_Partition, list[bytes]]]:
+        """Evict one chunk of the other that has most beyond its guarantee, by weight."""
+        total = len(self)
+        spare = {
+            each: (len(each.policy) - int(each.guaranteed * total)) / each.weight
+            for each in self.partitions
+            if each is not asker
+        }
+        for each in sorted(spare, key=spare.__getitem__, reverse=True):
+            found = each.policy.evict_up_to(1, protected) if spare[each] > 0 else []
+            if found:
+                return [(each, found)]
+        return []
 
     def _plan(
         self,
@@ -503,9 +523,10 @@ def _level(
             follower = richest[number]
             if level >= spare[follower] / follower.weight:
                 break
-    for each in richest:
-        amount = spare[each] - level * each.weight
-        if amount <= 0:
-            break
-        # Rounded up: the caller stops when it has enough, and the richest give first.
-        yield each, int(-(-amount // 1))
+    amounts = {each: spare[each] - level * each.weight for each in richest}
+    # Chunks are not divided: those with the largest remainders give one more.
+    whole = {each: int(amount) for each, amount in amounts.items() if amount > 0}
+    more = min(short, math.ceil(sum(map(amounts.__getitem__, whole)))) - sum(whole.values())
+    for each in sorted(whole, key=lambda each: whole[each] - amounts[each])[: max(0, more)]:
+        whole[each] += 1
+    yield from whole.items()

@@ -330,6 +330,9 @@ def _check(
         has = len(part.policy)
         if part is asker or has == before[part] or has >= part.most:
             continue
+        if not before[asker] and has == before[part] - 1:
+            # Who has nothing gets one chunk in any case.
+            continue
         assert has >= int(part.guaranteed * total)
         if part not in idle:
             # One chunk more or less, as chunks are not divided.
