@@ -13,7 +13,7 @@ Room for a chunk is taken, in this order,
 
 So a tenant may fill what nobody else wants, and gives it back when they do. A partition never gives
 to one that would have more than it, by weight, nor below its guarantee to any other: rather than
-that, nothing is evicted.
+that, nothing is evicted. Only who has nothing gets one chunk in any case.
 
 This module is long because policies and filters of tenants share their partitions.
 """
