@@ -355,6 +355,20 @@ class World:
                 if other != one.label:
                     raise BrokenError(f"epoch {epoch} is of weights {other} and of {one.label}")
 
+    def standing_epochs(self) -> dict[tuple[int, int], int]:
+        """The epoch of each namespace on disk, by its generation and slot."""
+        there = {path: bytes(inode.data) for path, inode in self.files.walk()}
+        found = {}
+        for path, data in there.items():
+            folder, _, name = path.rpartition("/")
+            described = there.get(f"{folder}/namespace.json")
+            if name == "epoch" and described and data.strip().isdigit():
+                with contextlib.suppress(ValueError, KeyError):
+                    generation = int(json.loads(described)["identity"]["generation"])
+                    slot = int(folder.split("/")[2].rpartition("-")[2]) if self.hosts else 0
+                    found[generation, slot] = int(data)
+        return found
+
     def _renamed(self, target: str, data: bytes) -> None:
         """Who opens the disk from now on joins the epoch that was moved, of whoever moved it."""
         if target.endswith("/epoch"):
@@ -1073,8 +1087,10 @@ class Enemy:
                 self.kill(process)
         world.files.cut_power()
         world.bundles.clear()
-        for place in world.fleeting:
-            del world.labels[place]
+        standing = world.standing_epochs()
+        for generation, slot, epoch in world.fleeting:
+            if epoch > standing.get((generation, slot), 0):
+                del world.labels[generation, slot, epoch]
         world.fleeting.clear()
         world.hurt = True
         world.forget()
