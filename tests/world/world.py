@@ -119,6 +119,7 @@ class World:
         self.labels: dict[tuple[int, int, int], int] = {}
         self.fleeting: set[tuple[int, int, int]] = set()
         """Those of `labels` that are not durable."""
+        self._moved_by: dict[tuple[int, int, int], Process] = {}
         self.next_label = 0
         self.generation = 0
         self.stored: dict[bytes, int] = {}
@@ -352,7 +353,9 @@ class World:
             if one is not None and one.process is process:
                 other = self.labels.setdefault(self.place(one, epoch), one.label)
                 self.fleeting.discard(self.place(one, epoch))
-                if other != one.label:
+                # One that was reset again since it moved the epoch moves it again.
+                moved = self._moved_by.get(self.place(one, epoch))
+                if other != one.label and moved is not process:
                     raise BrokenError(f"epoch {epoch} is of weights {other} and of {one.label}")
 
     def standing_epochs(self) -> dict[tuple[int, int], int]:
@@ -375,7 +378,9 @@ class World:
             before = set(self.labels)
             self.entered(int(data))
             # Until it is durable, a power cut takes it back.
-            self.fleeting |= self.labels.keys() - before
+            new = self.labels.keys() - before
+            self.fleeting |= new
+            self._moved_by.update(dict.fromkeys(new, self.kernel.process))
 
     # -- the course of it --------------------------------------------------------------------
 
