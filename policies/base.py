@@ -36,7 +36,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
 from typing import Final
 
-__all__ = ["HELD", "LATER", "EvictionPolicy", "Protected"]
+__all__ = ["HELD", "LATER", "EvictionPolicy", "Protected", "UntilLater"]
 
 HELD: Final = 2
 """Answer of `Protected`: the key must not be evicted before the caller passes it to `release`."""
@@ -48,6 +48,23 @@ its place, so that the next call continues there. The key itself may or may not 
 Protected = Callable[[bytes], int]
 """Returns whether a key is protected from eviction: false, true, `HELD` or `LATER`. A policy may
 treat the last two like true, which makes it slower."""
+
+
+class UntilLater:
+    """Answers as a `Protected` does, for several policies; `LATER` for good after the first.
+
+    Attributes:
+        later: whether the answer was `LATER`.
+    """
+
+    def __init__(self, protected: Protected) -> None:
+        self._protected = protected
+        self.later = False
+
+    def __call__(self, key: bytes) -> int:
+        answer = LATER if self.later else self._protected(key)
+        self.later = answer == LATER
+        return answer
 
 
 class EvictionPolicy(ABC):

@@ -6,7 +6,7 @@ import itertools
 from collections import Counter
 from collections.abc import Iterable, Sequence
 
-from kvstore.policies.base import LATER, EvictionPolicy, Protected
+from kvstore.policies.base import LATER, EvictionPolicy, Protected, UntilLater
 from kvstore.policies.table import OrderedTable
 
 __all__ = ["Migration", "dismantle"]
@@ -93,18 +93,11 @@ class Migration(EvictionPolicy):
     ) -> list[bytes] | None:
         if count > len(self):
             return None
-        later = False
-
-        def ask(key: bytes) -> int:
-            nonlocal later
-            answer = LATER if later else protected(key)
-            later = answer == LATER
-            return answer
-
+        ask = UntilLater(protected)
         queued = self._evict_queued(count, ask)
-        old = [] if later else self.old.evict_up_to(count - len(queued), ask, incoming)
+        old = [] if ask.later else self.old.evict_up_to(count - len(queued), ask, incoming)
         short = count - len(queued) - len(old)
-        new = [] if later else self.new.evict_up_to(short, ask, incoming)
+        new = [] if ask.later else self.new.evict_up_to(short, ask, incoming)
         if len(new) == short:
             return [*queued, *old, *new]
         for key in reversed(queued):

@@ -30,7 +30,7 @@ from heapq import merge
 from itertools import groupby
 
 from kvstore.policies.admission import AdmissionFilter
-from kvstore.policies.base import LATER, EvictionPolicy, Protected
+from kvstore.policies.base import EvictionPolicy, Protected, UntilLater
 from kvstore.policies.migration import Migration
 
 __all__ = [
@@ -295,19 +295,12 @@ class Tenants(EvictionPolicy):
     def _take_for(
         self, asker: _Partition | None, count: int, protected: Protected, incoming: Sequence[bytes]
     ) -> list[tuple[_Partition, list[bytes]]]:
-        later = False
-
-        def ask(key: bytes) -> int:
-            nonlocal later
-            answer = LATER if later else protected(key)
-            later = answer == LATER
-            return answer
-
+        ask = UntilLater(protected)
         victims: list[tuple[_Partition, list[bytes]]] = []
         exhausted: set[_Partition] = set()
         short, coming = count, max(count, len(incoming))
         for attempt in range(MOST_PLANS):
-            if short <= 0 or later:
+            if short <= 0 or ask.later:
                 break
             # The last plan names all that may give anything.
             wide = attempt == MOST_PLANS - 1
@@ -316,7 +309,7 @@ class Tenants(EvictionPolicy):
                 break
             for partition, most in plan:
                 wanted = min(most, short)
-                if wanted <= 0 or later:
+                if wanted <= 0 or ask.later:
                     break
                 known = incoming if partition is asker else ()
                 found = partition.policy.evict_up_to(wanted, ask, known)
@@ -324,7 +317,7 @@ class Tenants(EvictionPolicy):
                 short -= len(found)
                 if len(found) < wanted:
                     exhausted.add(partition)
-        if short == coming and asker is not None and not (later or len(asker.policy)):
+        if short == coming and asker is not None and not (ask.later or len(asker.policy)):
             # One chunk may be more than its part, where there are few; nobody gets none at all.
             victims += self._take_one(asker, ask)
         return victims

@@ -268,12 +268,10 @@ class Stores:
         hindered = pool.busy > 0 or pool.held > 0 or pool.unsaved > 0 or pool.marked > 0
         room.give_way(len(new) - (pool.free if pool.policy.shared else room.sure))
         fits = room.sure >= len(new)
-        if pool.policy.shared:
-            # What others have is not for this store, and its policy does not see it as a whole.
-            pool.keep(offered)
-            free = room.make(len(new), now, shed_unsaved=False, incoming=new[::-1])
-            return _Entered(None, free)
-        if not fits and (may_fit or room.demotes or not pool.policy.declines):
+        at_once = may_fit or room.demotes or not pool.policy.declines
+        # Where tenants share the rows, what others have is not for this store, and the policy does
+        # not see it as a whole.
+        if pool.policy.shared or (not fits and at_once):
             # Chunks that are here keep their rows, and the head enters first.
             pool.keep(offered)
             free = room.make(len(new), now, shed_unsaved=False, incoming=new[::-1])

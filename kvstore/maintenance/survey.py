@@ -255,8 +255,8 @@ def chunks_by_tenant(namespace: NamespaceSurvey, names: Sequence[str]) -> dict[s
     for lane in namespace.lanes:
         for segment in lane.segments:
             with contextlib.suppress(ForeignFileError, OSError):
-                live = read_index(Path(segment.path))[1].of_epoch(*namespace.epochs)
-                owners = (tags.get(key[:TAG_BYTES], OTHERS) for key in live.keys())  # noqa: SIM118
+                keys = read_index(Path(segment.path))[1].of_epoch(*namespace.epochs).keys()
+                owners = (tags.get(key[:TAG_BYTES], OTHERS) for key in keys)
                 for name, count in Counter(owners).items():
                     found[name] += count
     return found

@@ -38,6 +38,7 @@ from vllm.v1.kv_offload.factory import OffloadingSpecFactory
 
 from kvstore.connector.queued import GroupSizes, QueuedKeys
 from kvstore.errors import ConfigError
+from kvstore.policies.tenants import tenant_keys
 from kvstore.types import about
 from kvstore.vllm.checks import check_prefix_caching
 from kvstore.vllm.engine import (
@@ -230,10 +231,8 @@ class KVStoreConnector(OffloadingConnector):  # type: ignore[misc]
             self._vllm_config, tokens, salt, group.tokens_per_chunk // group.hashes_per_chunk
         )
         keys = [key for its in self._keys(request) for key in its.keys]
-        manager = self._manager
-        return (
-            manager.keys_of(tenant, keys) if isinstance(manager, TenantOffloadingManager) else keys
-        )
+        own = isinstance(self._manager, TenantOffloadingManager)
+        return tenant_keys(tenant, keys) if own else keys
 
     @property
     def _manager(self) -> KVStoreOffloadingManager | None:

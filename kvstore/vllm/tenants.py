@@ -68,11 +68,6 @@ class TenantOffloadingManager(KVStoreOffloadingManager):
         super().__init__(spec)
         self._owners: dict[str, _Owner] = {}
 
-    def keys_of(self, tenant: str, keys: Iterable[bytes]) -> list[bytes]:
-        """Return the keys under which the chunks of a tenant are kept."""
-        owner = _Owner(tag_of(tenant))
-        return [owner.key(key) for key in keys]
-
     # -- requests ----------------------------------------------------------------------------
 
     def on_new_request(self, req_context: ReqContext) -> RequestOffloadingContext:

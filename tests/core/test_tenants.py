@@ -24,14 +24,8 @@ def coming(rig: Rig) -> list[bytes]:
     return [key for move in rig.under_way(Op.PROMOTE) for key in move.keys]
 
 
-def test_one_that_waits_for_its_own_rows_keeps_nobody_else_waiting() -> None:
-    loaded, wanted, other = (
-        keys_of("a", "loaded", 4),
-        keys_of("a", "wanted", 4),
-        keys_of("b", "x", 4),
-    )
-    rig = rig_of(8, loaded, wanted, other)
-    # All rows of `a` are being read by the device, and both have filled their shares.
+def wait_for_own_rows(rig: Rig, loaded: list[bytes], wanted: list[bytes]) -> None:
+    """The device reads all rows of `a`, which wants more; both tenants have filled their shares."""
     rig.put(keys_of("b", "y", 4))
     assert rig.ask(loaded, "loads") is None
     rig.step()
@@ -40,6 +34,16 @@ def test_one_that_waits_for_its_own_rows_keeps_nobody_else_waiting() -> None:
     rig.core.prepare_load(loaded, "loads")
     assert rig.ask(wanted, "waits") is None
     rig.step()
+
+
+def test_one_that_waits_for_its_own_rows_keeps_nobody_else_waiting() -> None:
+    loaded, wanted, other = (
+        keys_of("a", "loaded", 4),
+        keys_of("a", "wanted", 4),
+        keys_of("b", "x", 4),
+    )
+    rig = rig_of(8, loaded, wanted, other)
+    wait_for_own_rows(rig, loaded, wanted)
     assert rig.ask(wanted, "waits") is None
     assert rig.ask(other, "other") is None
     rig.step()
@@ -51,14 +55,7 @@ def test_one_that_waits_for_its_own_rows_keeps_nobody_else_waiting() -> None:
 def test_a_store_is_not_kept_waiting_by_another_tenants_prefix() -> None:
     loaded, wanted = keys_of("a", "loaded", 4), keys_of("a", "wanted", 4)
     rig = rig_of(8, loaded, wanted)
-    rig.put(keys_of("b", "y", 4))
-    assert rig.ask(loaded, "loads") is None
-    rig.step()
-    rig.settle()
-    assert rig.ask(loaded, "loads") == 4
-    rig.core.prepare_load(loaded, "loads")
-    assert rig.ask(wanted, "waits") is None
-    rig.step()
+    wait_for_own_rows(rig, loaded, wanted)
     new = keys_of("b", "new", 4)
     grant = rig.core.prepare_store(new, "stores")
     assert grant is not None
