@@ -62,6 +62,7 @@ from kvstore.sizes import parse_size
 from kvstore.tiers.disk import DiskTier
 from kvstore.tiers.disk.format import Geometry
 from kvstore.tiers.disk.namespace import Namespace
+from kvstore.tiers.keys import KeyRing
 from kvstore.tiers.pinned import PinnedRegion
 
 CASES = ("write", "first write", "read", "random read", "mixed")
@@ -75,7 +76,15 @@ class Ours:
     """The disk tier over `region`, on as many paths below `folder`; `fill` writes all its slots."""
 
     def __init__(
-        self, folder: Path, region: PinnedRegion, loop: Any, io: str, *, fill: bool, paths: int = 1
+        self,
+        folder: Path,
+        region: PinnedRegion,
+        loop: Any,
+        io: str,
+        *,
+        fill: bool,
+        paths: int = 1,
+        keys: KeyRing | None = None,
     ) -> None:
         self.chunk_bytes = region.row_bytes
         self._folder = folder
@@ -89,6 +98,7 @@ class Ours:
             segments * geometry.file_bytes,
             segment_bytes=geometry.file_bytes,
             io=io,
+            keys=keys,
         )
         opening = self.tier.open(region)
         assert opening.segment_slots == geometry.slots

@@ -20,12 +20,14 @@ from kvstore.errors import ConfigError, KVStoreError
 from kvstore.observe.recorder import Recorder
 from kvstore.plugins import TierPlace, build_filters, build_policy, create_tier, tail_bytes_of
 from kvstore.policies.table import COMPILED
-from kvstore.policies.tenants import Shares
+from kvstore.policies.tenants import Shares, tag_of
 from kvstore.sizes import format_size
 from kvstore.tiers import Tier
 from kvstore.tiers.disk import DiskTier, PeerLanes
 from kvstore.tiers.disk.namespace import Namespace
+from kvstore.tiers.keys import KeyRing
 from kvstore.tiers.pinned import PAGE, PinnedRegion, RegionShape, round_to_page
+from kvstore.tiers.sealing import CIPHER
 from kvstore.types import RecoveredTier
 
 if TYPE_CHECKING:
@@ -47,6 +49,10 @@ __all__ = [
 
 MOST_ORDERS = 5
 """How often to try to read the order of a policy while it is still told of uses."""
+
+NOT_COMPILED = (
+    "installed without a C compiler: steps over large tiers have pauses, and fast disks are slower"
+)
 
 TAIL_SHARE = 16
 """Chunks of at least this many times the bytes of a tail have one: at most 6 % of host memory."""
@@ -161,10 +167,7 @@ def _assemble(
         core.on_prompt_end(recorder.add)
         parts.append(f"requests recorded in {recorder.path}")
     if not COMPILED:
-        parts.append(
-            "installed without a C compiler: steps over large tiers have pauses, "
-            "and fast disks are slower"
-        )
+        parts.append(NOT_COMPILED)
     spans = spans_of(config, views, core.want_spans, chunk_bytes)
     description = "; ".join([host, *parts])
     control, commands = control_of(config, tiers, region, description)
@@ -218,6 +221,8 @@ def namespace_of(
 ) -> Namespace:
     """Return the namespace of chunks of this size and identity, named by `config` or `label`."""
     whole = {**identity, "chunk_bytes": chunk_bytes, "slot_bytes": slot_bytes}
+    if config.encryption_keys is not None:
+        whole["encryption"] = CIPHER
     if config.namespace is not None:
         return Namespace(config.namespace, whole)
     return Namespace.of(label, whole)
@@ -241,30 +246,31 @@ def open_tiers(
     in_flight = max(1, min(region.rows, config.write_queue_bytes // region.row_bytes))
     views: list[TierView] = []
     parts: list[str] = []
+    keys = None
+    if config.tiers and config.encryption_keys is not None:
+        keys = KeyRing(config.encryption_keys, None if config.tenants is None else tag_of)
+        parts.append(f"tiers are encrypted with keys of {keys.source}")
+    place = TierPlace(namespace.name, namespace.identity, chunk_bytes, keys)
     for tier_config in config.tiers:
-        opened = _tiers_of(tier_config, namespace, chunk_bytes)
+        opened = _tiers_of(tier_config, place)
         for tier in opened:
             recovered = tier.open(region)
             tiers.append(tier)
-            given = len(views), recovered, tier_config, in_flight, chunk_bytes, config.tenants
+            number, found = len(views), len(recovered.entries)
             if tier.is_peer:
-                views.append(PeerTier(len(views), recovered, in_flight))
-                if recovered.entries:
-                    held = f"{tier.description} with {len(recovered.entries)} chunks"
-                    parts.append(f"{_label(views)}: {held}")
+                views.append(PeerTier(number, recovered, in_flight))
+                if found:
+                    parts.append(f"{_label(views)}: {tier.description} with {found} chunks")
                 continue
-            if tier.is_store:
-                views.append(_asked(*given))
-                parts.append(f"{_label(views)}: {tier.description}, {tier_config.flow.value}")
-                continue
-            view = _view(len(views), recovered, tier_config, in_flight, chunk_bytes, config.tenants)
-            if isinstance(tier_config, DiskConfig):
-                view.compact_at(tier_config.compaction_rate / region.row_bytes)
+            view = _view(number, recovered, tier_config, in_flight, chunk_bytes, config.tenants)
             views.append(view)
-            policy, filters = tier_config.eviction_policy, map(str, tier_config.admission)
-            said = ", ".join([str(policy), tier_config.flow.value, *filters])
-            found = f"{len(recovered.entries)} chunks found"
-            parts.append(f"{_label(views)}: {tier.description}, {said}, {found}")
+            said = [tier_config.flow.value]
+            if isinstance(view, OwnedTier):
+                said.insert(0, str(tier_config.eviction_policy))
+                said += [*map(str, tier_config.admission), f"{found} chunks found"]
+            if isinstance(view, OwnedTier) and isinstance(tier_config, DiskConfig):
+                view.compact_at(tier_config.compaction_rate / region.row_bytes)
+            parts.append(f"{_label(views)}: {', '.join([tier.description, *said])}")
     return views, parts
 
 
@@ -304,24 +310,21 @@ def recency_of(tiers: Sequence[TierView]) -> list[ColdestFirst]:
     return [ColdestFirst(tier) for tier in tiers]
 
 
-def _tiers_of(
-    config: DiskConfig | TierConfig, namespace: Namespace, chunk_bytes: int
-) -> list[Tier]:
+def _tiers_of(config: DiskConfig | TierConfig, place: TierPlace) -> list[Tier]:
     """Create the tiers of one entry of `tiers`, not opened: a tier, and perhaps its peers.
 
     Raises:
-        ConfigError: if its kind refuses a parameter.
+        ConfigError: if its kind refuses it.
     """
     if isinstance(config, TierConfig):
-        place = TierPlace(namespace.name, namespace.identity, chunk_bytes)
         try:
             return [create_tier(config.type, place, config.parameters)]
         except ValueError as error:
             raise ConfigError(f"tier {config.type!r}: {error}") from error
     disk = DiskTier(
         config.paths,
-        namespace,
-        chunk_bytes,
+        Namespace(place.namespace, place.identity),
+        place.chunk_bytes,
         config.capacity_bytes,
         segment_bytes=config.segment_bytes,
         io=config.io,
@@ -329,30 +332,9 @@ def _tiers_of(
         lane=config.lane,
         strict_modes=config.strict_modes,
         share_after_reset=config.share_after_reset,
+        keys=place.keys,
     )
     return [disk, PeerLanes(disk)] if config.share else [disk]
-
-
-def _asked(
-    number: int,
-    recovered: RecoveredTier,
-    config: DiskConfig | TierConfig,
-    in_flight: int,
-    chunk_bytes: int,
-    shares: Shares | None,
-) -> AskedTier:
-    """Return the core's view of a store.
-
-    Raises:
-        ConfigError: if the configuration sets something that only the store itself decides.
-    """
-    if config.eviction_policy != "lru" or config.flow is Flow.EXCLUSIVE:
-        raise ConfigError(
-            f"tier {recovered.name}: eviction_policy and the flow 'exclusive' are not for a store, "
-            "which others use too and which decides itself what leaves"
-        )
-    filters = build_filters(config.admission, MOST_ANSWERS, chunk_bytes, shares)
-    return AskedTier(number, recovered, in_flight, filters, config.flow)
 
 
 def _view(
@@ -362,8 +344,20 @@ def _view(
     in_flight: int,
     chunk_bytes: int,
     shares: Shares | None,
-) -> OwnedTier:
-    """Return the core's view of an opened tier."""
+) -> OwnedTier | AskedTier:
+    """Return the core's view of an opened tier.
+
+    Raises:
+        ConfigError: if the configuration sets something that only a store itself decides.
+    """
+    if config.is_store:
+        if config.eviction_policy != "lru" or config.flow is Flow.EXCLUSIVE:
+            raise ConfigError(
+                f"tier {recovered.name}: eviction_policy and the flow 'exclusive' are not for a "
+                "store, which others use too and which decides itself what leaves"
+            )
+        filters = build_filters(config.admission, MOST_ANSWERS, chunk_bytes, shares)
+        return AskedTier(number, recovered, in_flight, filters, config.flow)
     slots = max(1, recovered.max_segments * recovered.segment_slots)
     policy = build_policy(config.eviction_policy, slots, shares)
     filters = build_filters(config.admission, slots, chunk_bytes, shares)

@@ -263,8 +263,11 @@ def create_tier(name: str, place: TierPlace, parameters: Mapping[str, Any]) -> T
     """Create a tier of this kind without opening it.
 
     Raises:
-        ValueError: as `check_tier`, and for a value that the kind refuses.
+        ValueError: as `check_tier`, for a value that the kind refuses, and where chunks are to be
+            encrypted and the kind does not do that.
     """
     make: Any = _kinds.checked(name, dict(parameters))
     tier: Tier = make(place, **parameters)
+    if place.keys is not None and not tier.encrypts:
+        raise ValueError("it does not encrypt chunks: leave it out, or encryption_keys")
     return tier

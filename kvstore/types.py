@@ -12,9 +12,12 @@ import enum
 import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from kvstore.errors import BlockKeyError
+
+if TYPE_CHECKING:
+    from kvstore.tiers.keys import KeyRing
 
 __all__ = [
     "MAX_KEY_BYTES",
@@ -220,11 +223,13 @@ class TierPlace:
         namespace: name of the set of chunks; chunks of another namespace are never valid here.
         identity: what the namespace stands for: model, dtype, layout and so on.
         chunk_bytes: size of a chunk.
+        keys: the keys with which chunks are encrypted before they leave this host, if they are.
     """
 
     namespace: str
     identity: Mapping[str, Any]
     chunk_bytes: int
+    keys: KeyRing | None = None
 
 
 @dataclass(frozen=True, slots=True)

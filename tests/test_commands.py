@@ -278,6 +278,12 @@ async def run_tool(arguments: list[str], folder: Path) -> None:
     if arguments[0] == "ctl":
         await run_ctl(arguments, folder)
         return
+    if arguments[0] == "keys":
+        keys_file = str(folder / "keys.toml")
+        run(["-m", "kvstore.tools", "keys", keys_file, "--add", "alice"], folder)
+        words = [keys_file if word in ("FILE", "keys.toml") else word for word in arguments]
+        run(["-m", "kvstore.tools", *words], folder)
+        return
     if arguments[0] == "config":
         toml, told = folder / "kvstore.toml", folder / "FILE.json"
         toml.write_text('cpu_bytes_to_use = "1MiB"\nchunk_bytes = 4096\n')
@@ -365,6 +371,9 @@ async def run_ctl(arguments: list[str], folder: Path) -> None:
         small_value = values.get(name.rpartition(".")[2], value) if value else ""
         words.append(f"{name.partition('|')[0]}={small_value}" if value else name.partition("|")[0])
     config = small(folder, disk=32, control=where, control_token_file=token)
+    if "reencrypt" in arguments:
+        config["encryption_keys"] = str(folder / "keys.toml")
+        run(["-m", "kvstore.tools", "keys", config["encryption_keys"], "--add", "*"], folder)
     async with kvstore.open(config) as store:
         await store.put(keys, payloads(keys))
         place = f"http://{where}" if ":" in where else where

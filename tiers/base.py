@@ -34,7 +34,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from kvstore.errors import KVStoreError
+from kvstore.errors import ConfigError, KVStoreError
 from kvstore.tiers.pinned import PinnedRegion
 from kvstore.types import Changes, RecoveredTier
 
@@ -72,11 +72,14 @@ class Tier(ABC):
         is_peer: whether another process writes to it. It is then only read, and the engine calls
             `refresh` now and then.
         is_store: whether it must be asked which chunks it has.
+        encrypts: whether it encrypts chunks with the keys of its place. One that does not is
+            refused where chunks are to be encrypted.
         tail_bytes: bytes of memory right behind each chunk that make it faster; optional.
     """
 
     is_peer = False
     is_store = False
+    encrypts = False
     tail_bytes = 0
 
     @abstractmethod
@@ -155,6 +158,14 @@ class Tier(ABC):
         True for a chunk means that its copy is on the medium and survives a power cut.
         """
         raise NotImplementedError
+
+    async def outdated_segments(self) -> list[int]:
+        """Return the segments with chunks that are encrypted with other keys than the newest.
+
+        Raises:
+            KVStoreError: if chunks are not encrypted, or the keys cannot be looked up.
+        """
+        raise ConfigError("the tier does not encrypt chunks in segments")
 
     async def remove_segment(self, segment: int) -> str | None:
         """Remove a segment that no running or later call uses; return why it failed, or None."""

@@ -101,6 +101,11 @@ EXAMPLES: Mapping[str, tuple[str, str]] = {
     ),
     "import": ("kvstore import prompts.safetensors /nvme/kv", "operators.md"),
     "show": ("kvstore show /nvme/kv/llama-3f2a 6b31 --dtype bfloat16", "operators.md"),
+    "keys": (
+        "kvstore keys keys.toml --add '*'\nkvstore keys keys.toml --add alice\n"
+        "kvstore keys keys.toml --forget alice",
+        "encryption.md",
+    ),
     "simulate": (
         "kvstore simulate trace.jsonl --host 5% --disk 20%,40%\n"
         "kvstore simulate trace.jsonl --host 5% --policy lru,arc,hit-density",
@@ -155,6 +160,36 @@ def _changing(command: argparse.ArgumentParser) -> None:
     )
 
 
+def _keys(command: argparse.ArgumentParser) -> None:
+    command.add_argument(
+        "--keys",
+        metavar="SOURCE",
+        help="the keys of encrypted chunks: a file, env:NAME, or module:function",
+    )
+
+
+def _keyring(command: argparse.ArgumentParser) -> None:
+    from kvstore.tools.keys import run_keys
+
+    command.add_argument("file", type=Path, help="the file of keys")
+    change = command.add_mutually_exclusive_group()
+    change.add_argument(
+        "--add",
+        metavar="TENANT",
+        help='make a new key of that tenant, "*" of all others; the file, too, if there is none',
+    )
+    change.add_argument(
+        "--retire", metavar="TENANT", help="forget all keys of that tenant but the newest"
+    )
+    change.add_argument(
+        "--forget",
+        metavar="TENANT",
+        help="forget all keys of that tenant: nobody can read its chunks any more",
+    )
+    command.add_argument("--json", action="store_true", help="print JSON")
+    command.set_defaults(run=run_keys)
+
+
 def _inspect(command: argparse.ArgumentParser) -> None:
     from kvstore.tools.inspect import inspect
 
@@ -177,6 +212,7 @@ def _verify(command: argparse.ArgumentParser) -> None:
     from kvstore.tools.verify import verify
 
     _cache(command)
+    _keys(command)
     command.set_defaults(run=verify)
 
 
@@ -245,6 +281,7 @@ def _import(command: argparse.ArgumentParser) -> None:
         metavar="SIZE",
         help="of the lane that takes them; by default what the bundle needs",
     )
+    _keys(command)
     command.add_argument("--json", action="store_true", help="print JSON")
     command.set_defaults(run=run_import)
 
@@ -255,6 +292,7 @@ def _show(command: argparse.ArgumentParser) -> None:
     command.add_argument("path", type=_folder, help="one namespace, or a folder with only one")
     command.add_argument("key", metavar="KEY", help="the key in hex")
     command.add_argument("--dtype", choices=DTYPES, help="of its numbers")
+    _keys(command)
     command.add_argument("--json", action="store_true", help="print JSON")
     command.set_defaults(run=run_show)
 
@@ -316,6 +354,7 @@ COMMANDS: Mapping[str, tuple[Adder, str]] = {
     "export": (_export, "write the chunks of a namespace to a file, a valid safetensors file"),
     "import": (_import, "store the chunks of a bundle in a cache, each one verified"),
     "show": (_show, "show one chunk: where it lies, how old it is, what its numbers are like"),
+    "keys": (_keyring, "make, list and forget the keys that chunks are encrypted with"),
     "simulate": (_simulate, "replay a trace of requests with other sizes, policies and flows"),
     "advise": (
         _advise,

@@ -120,6 +120,8 @@ def add_ctl_arguments(parser: argparse.ArgumentParser) -> None:
         _add_common(command)
     text = "forget everything, on every tier"
     _add_common(commands.add_parser("reset", help=text, description=text))
+    text = "encrypt with the newest keys what is encrypted with older ones"
+    _add_common(commands.add_parser("reencrypt", help=text, description=text))
     text = "change sizes, policies and the rate of compaction"
     command = commands.add_parser("set", help=text, description=text)
     command.add_argument(
@@ -176,7 +178,7 @@ def _body(options: argparse.Namespace) -> dict[str, Any]:
     body: dict[str, Any] = {}
     if options.what == "set":
         body = _settings(options.settings)
-    elif options.what != "reset":
+    elif options.what not in ("reset", "reencrypt"):
         if bool(options.keys) == (options.file is not None):
             raise KVStoreError("name the chunks by KEY or by --file, one of them")
         body = {"keys": options.keys} if options.keys else _read(options.file)
@@ -257,6 +259,10 @@ def _dry_lines(told: dict[str, Any]) -> list[str]:
         lines += [f"  {place}: {count}" for place, count in told["places"].items()]
     lines += [
         f"  {place}: {counted(count, 'chunk')}" for place, count in told.get("chunks", {}).items()
+    ]
+    lines += [
+        f"  tier {tier}: {counted(count, 'segment')}"
+        for tier, count in told.get("segments", {}).items()
     ]
     lines += [f"  would change {text}" for text in told.get("would_change", ())]
     return lines

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
+from collections import Counter
 
 from kvstore.maintenance.survey import LaneSurvey, NamespaceSurvey, chunks_by_tenant, survey
 from kvstore.sizes import format_size
@@ -63,6 +64,13 @@ def _print(namespace: NamespaceSurvey, *, segments: bool, settings: bool) -> Non
         [_row(lane, outdated=outdated) for lane in namespace.lanes],
         indent=2,
     )
+    ids: Counter[str] = Counter()
+    for lane in namespace.lanes:
+        for segment in lane.segments:
+            ids.update(segment.key_ids)
+    if ids:
+        rows = [[key_id, f"{count:,}"] for key_id, count in sorted(ids.items())]
+        print_table(["key", ">chunks"], rows, indent=2)
     if segments:
         for lane in namespace.lanes:
             _print_segments(lane)

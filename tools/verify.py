@@ -18,7 +18,7 @@ def verify(options: argparse.Namespace) -> int:
     faults: list[Fault] = []
     progress = Progress(0, 0, 0)
     with show_progress("bytes") as show:
-        for found in verify_path(options.path):
+        for found in verify_path(options.path, options.keys):
             if isinstance(found, Progress):
                 progress = found
                 show(progress.done_bytes, progress.total_bytes)
@@ -30,6 +30,7 @@ def verify(options: argparse.Namespace) -> int:
         report = {
             "chunks": progress.chunks,
             "bytes": progress.done_bytes,
+            "unchecked": progress.unchecked,
             "faults": [dataclasses.asdict(fault) for fault in faults],
         }
         print_json(report)
@@ -38,4 +39,9 @@ def verify(options: argparse.Namespace) -> int:
             f"{counted(progress.chunks, 'chunk')}, {format_size(progress.done_bytes)} read, "
             f"{counted(len(faults), 'fault')}"
         )
+        if progress.unchecked:
+            print(
+                f"{counted(progress.unchecked, 'chunk')} encrypted with keys that are not known: "
+                "read, but not checked; see --keys"
+            )
     return 1 if faults else 0

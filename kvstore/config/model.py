@@ -255,6 +255,9 @@ class Config:
         tenants: shares of host memory and of each disk, by name of the tenant, and "*" for all
             others together: `guaranteed` and `maximal` parts from 0 to 1, and a `weight`; {} for
             equal shares. By default keys know no tenants. See tenants.md.
+        encryption_keys: where the keys are with which chunks are encrypted on disks and in stores:
+            path of a file, ``env:NAME`` of a variable, or ``module:function``. By default nothing
+            is encrypted. See encryption.md.
     """
 
     cpu_bytes_to_use: int = field(converter=check.positive_size)
@@ -281,6 +284,7 @@ class Config:
     control: str | None = field(default=None, converter=optional(check.socket))
     control_token_file: Path | None = field(default=None, converter=optional(check.file_path))
     tenants: Shares | None = field(default=None, converter=optional(check.tenants))
+    encryption_keys: str | None = field(default=None, converter=optional(check.keys_source))
 
     @property
     def given_identity(self) -> Mapping[str, Any]:

@@ -224,6 +224,13 @@ def identity(value: Mapping[str, Any]) -> Mapping[str, Any]:
     return dict(value)
 
 
+def keys_source(value: str) -> str:
+    """Return where the keys of an encryption are."""
+    if not isinstance(value, (str, os.PathLike)) or not os.fspath(value):
+        raise ValueError("must be the path of a file, env:NAME, or module:function")
+    return os.fspath(value)
+
+
 def table(value: Mapping[str, Any]) -> Mapping[str, Any]:
     if not isinstance(value, Mapping) or not all(isinstance(key, str) for key in value):
         raise ValueError("must be a table of keys")
@@ -287,6 +294,7 @@ SCHEMAS: Mapping[str, Mapping[str, Any]] = {
     "recording_size": _bytes(MIN_RECORDING),
     "io_threads": {"type": "integer", "minimum": 1, "maximum": MAX_IO_THREADS},
     "lane": {"type": "integer", "minimum": 0, "maximum": MAX_LANE},
+    "keys_source": _TEXT,
     "threshold": {"type": "integer", "minimum": 0, "maximum": MAX_THRESHOLD},
     "seconds": _SECONDS,
     "pace": {"anyOf": [{"const": AUTO}, {"const": 0}, _SECONDS]},

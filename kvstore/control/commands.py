@@ -167,6 +167,14 @@ class Commands:
                 return self._dry(command, {"chunks": chunks})
             assert self._reset is not None
             return await self._begin(command, Reset(self._reset), [])
+        if command == "reencrypt":
+            _check_fields(command, given)
+            owned = {number: self._tiers[number] for number in self._policies}
+            outdated = {number: await tier.outdated_segments() for number, tier in owned.items()}
+            if dry:
+                counts = {number: len(segments) for number, segments in outdated.items()}
+                return self._dry(command, {"segments": counts})
+            return await self._begin(command, Changing(partial(_rewrite, outdated)), [])
         changes = self._changes(given)
         if dry:
             return self._dry(command, {"would_change": [text for text, _ in changes]})
@@ -373,7 +381,7 @@ def check_command(command: str) -> None:
     Raises:
         ConfigError: if there is no such command.
     """
-    known = [*ACTIONS, "reset", "settings"]
+    known = [*ACTIONS, "reencrypt", "reset", "settings"]
     if command not in known:
         raise ConfigError(f"unknown command {command!r}; known are: {', '.join(known)}")
 
@@ -391,6 +399,11 @@ def _check_fields(command: str, given: Mapping[str, Any]) -> None:
     for name in ("host", "cold"):
         if name in given and not isinstance(given[name], bool):
             raise ConfigError(f"{command}: {name} must be true or false")
+
+
+def _rewrite(segments: Mapping[int, list[int]], core: Core) -> None:
+    for tier, its in segments.items():
+        core.rewrite(tier, its)
 
 
 def _check_table(where: str, given: Mapping[str, Any], allowed: Sequence[str]) -> None:

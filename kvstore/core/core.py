@@ -383,6 +383,10 @@ class Core(CoreSteps):
         """Return how many chunks fit into a segment of a tier that this process owns."""
         return self._settings.target(tier).segment_slots
 
+    def rewrite(self, tier: int, segments: Sequence[int]) -> None:
+        """Copy the chunks of these segments of a tier to other slots; see `changing`."""
+        self._settings.rewrite(tier, segments)
+
     def limit_segments(self, tier: int, most: Sequence[int], policy: EvictionPolicy) -> None:
         """Let a tier have so many segments on each device, and a policy for the chunks that fit."""
         self._settings.limit_segments(tier, most, policy)

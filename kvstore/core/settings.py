@@ -106,6 +106,10 @@ class Settings:
         assert target is not None
         return target
 
+    def rewrite(self, tier: int, segments: Sequence[int]) -> None:
+        """Copy the chunks of these segments of a tier to other slots."""
+        self.target(tier).rewrite(segments)
+
     def limit_segments(self, tier: int, most: Sequence[int], policy: EvictionPolicy) -> None:
         """Let a tier have so many segments on each device, and a policy for the chunks that fit."""
         self.target(tier).limit_segments(most)

@@ -2,7 +2,8 @@
 
 A bundle is a valid safetensors file. Each chunk is a tensor of bytes whose name is its key in hex,
 in the order in which chunks were stored. `__metadata__` has the identity of the namespace and the
-digest of each chunk, so that an import verifies what it takes.
+digest of each chunk, so that an import verifies what it takes. Encrypted chunks stay encrypted;
+their seals are in place of digests, and an import needs the keys.
 
 This module is long because writing and reading have one format, which stands in one place.
 """
@@ -19,18 +20,19 @@ from itertools import compress
 from pathlib import Path
 from typing import Any
 
-from xxhash import xxh3_128
-
 from kvstore.api.sync import SyncStore, open_sync
 from kvstore.config import Config, DiskConfig
 from kvstore.errors import MALFORMED, ForeignFileError, KVStoreError, PathUnusableError
-from kvstore.maintenance.survey import Fault, NamespaceSurvey, payload_pieces, survey
+from kvstore.maintenance.payloads import Proof, read_payload, sealer_of
+from kvstore.maintenance.survey import Fault, NamespaceSurvey, survey
+from kvstore.policies.tenants import Shares
 from kvstore.tiers.disk.epoch import read_epoch
 from kvstore.tiers.disk.format import Geometry
 from kvstore.tiers.disk.index import read_index
 from kvstore.tiers.disk.io.base import read_bytes
-from kvstore.tiers.disk.namespace import read_namespace
+from kvstore.tiers.disk.namespace import Namespace, read_namespace
 from kvstore.tiers.pinned import round_to_page
+from kvstore.tiers.sealing import Sealer
 from kvstore.types import check_key
 
 __all__ = [
@@ -49,6 +51,8 @@ FORMAT, VERSION = "kvstore bundle", 1
 MAX_HEADER = 100 * 2**20
 """Most bytes of a header, as safetensors has it."""
 
+NO_KEY = "payload is encrypted with a key that is not known"
+
 HOST_BYTES = 64 * 2**20
 """Host memory through which chunks are imported, at least two of them."""
 
@@ -65,7 +69,7 @@ class Place:
     slot: int
     offset: int
     size: int
-    digest: bytes
+    proof: Proof
     sequence: int
     stored_ms: int
     read_ms: int
@@ -156,8 +160,8 @@ def places_of(
                     path,
                     slot,
                     geometry.blocks_offset + slot * geometry.slot_bytes,
-                    int(record["length"]),
-                    digest,
+                    geometry.chunk_bytes,
+                    Proof(key, int(record["epoch"]), digest),
                     int(record["sequence"]),
                     int(record["stored_ms"]),
                     int(record["read_ms"]),
@@ -171,23 +175,22 @@ def places_of(
     return dict(sorted(found.items(), key=lambda each: (each[1].stored_ms, each[1].sequence)))
 
 
-def read_chunk(place: Place) -> bytes | None:
-    """The payload of a chunk, or None if it is not what its record says."""
+def read_chunk(place: Place, sealer: Sealer | None = None) -> bytes | None:
+    """The payload of a chunk, or None if it is not what its record says.
+
+    Without a sealer, that of an encrypted chunk is returned as it is.
+    """
     try:
         fd = os.open(place.path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK)
     except OSError:
         return None
     try:
-        return _checked(fd, place.offset, place.size, place.digest)
+        payload = read_payload(fd, place.offset, place.size)
     finally:
         os.close(fd)
-
-
-def _checked(fd: int, offset: int, size: int, digest: bytes) -> bytes | None:
-    payload = b""
-    with contextlib.suppress(OSError, OverflowError):
-        payload = b"".join(payload_pieces(fd, offset, size))
-    return payload if xxh3_128(payload).digest() == digest else None
+    if place.proof.sealed and sealer is None:
+        return payload if len(payload) == place.size else None
+    return place.proof.check(payload, sealer)
 
 
 # -- export ----------------------------------------------------------------------------------
@@ -305,7 +308,10 @@ def _header(namespace: NamespaceSurvey, found: Mapping[bytes, Place]) -> bytes:
             "namespace": namespace.name,
             "segment_bytes": str(_segment_bytes(namespace)),
             "identity": json.dumps(namespace.identity, sort_keys=True),
-            "digests": json.dumps({key.hex(): place.digest.hex() for key, place in found.items()}),
+            "epoch": str(namespace.epoch),
+            "digests": json.dumps(
+                {key.hex(): place.proof.value.hex() for key, place in found.items()}
+            ),
         }
     }
     offset = 0
@@ -322,13 +328,13 @@ def _header(namespace: NamespaceSurvey, found: Mapping[bytes, Place]) -> bytes:
 
 @dataclass(frozen=True)
 class _Bundle:
-    """The header of a bundle: where each chunk lies, and its digest."""
+    """The header of a bundle: where each chunk lies, and its digest or seal."""
 
     namespace: str
     identity: dict[str, Any]
     chunk_bytes: int
     segment_bytes: int
-    places: Mapping[bytes, tuple[int, bytes]]
+    places: Mapping[bytes, tuple[int, Proof]]
 
 
 def import_bundle(
@@ -336,6 +342,7 @@ def import_bundle(
     path: str | os.PathLike[str],
     *,
     capacity_bytes: int | None = None,
+    keys: str | None = None,
     progress: Progress = lambda done, total: None,
 ) -> Imported:
     """Store the chunks of a bundle in the cache at `path`, in the namespace that they are from.
@@ -346,6 +353,7 @@ def import_bundle(
 
     Args:
         capacity_bytes: of the lane; by default enough for the bundle beside all that is there.
+        keys: where the keys are that its chunks are encrypted with, here as where they are from.
 
     Raises:
         KVStoreError: if the file is no bundle, or its chunks cannot be stored at `path`.
@@ -362,30 +370,33 @@ def import_bundle(
         if size < whole:
             what = f"the bundle is cut short: {size} of {whole} bytes"
             done.faults.append(Fault(str(file), None, what))
-        config = _config(bundle, path, capacity_bytes)
+        config = _config(bundle, path, capacity_bytes, keys)
+        digest = Namespace(bundle.namespace, bundle.identity).digest
+        sealer = sealer_of(keys, digest)
         batch, looked = max(1, HOST_BYTES // bundle.chunk_bytes // 2), 0
         good: set[bytes] = set()
         with open_sync(config) as store:
             epoch = read_epoch(folder)
-            for keys in _batches(list(bundle.places), batch):
-                looked += len(keys)
+            for names in _batches(list(bundle.places), batch):
+                looked += len(names)
                 # What is damaged there is missed, and stored anew.
-                held = zip(keys, store.contains(keys), strict=True)
+                held = zip(names, store.contains(names), strict=True)
                 there = [here and _is_whole(store, key) for key, here in held]
                 done.there += sum(there)
                 right: dict[bytes, bytes] = {}
-                for key, whole_there in zip(keys, there, strict=True):
-                    offset, digest = bundle.places[key]
+                for key, whole_there in zip(names, there, strict=True):
+                    offset, proof = bundle.places[key]
                     if whole_there or offset + bundle.chunk_bytes > size:
                         continue
-                    payload = _checked(fd, offset, bundle.chunk_bytes, digest)
+                    payload = proof.check(read_payload(fd, offset, bundle.chunk_bytes), sealer)
                     if payload is None:
-                        what = "payload does not match its digest"
+                        known = proof.checkable(sealer)
+                        what = "payload does not match its digest" if known else NO_KEY
                         done.faults.append(Fault(str(file), None, what, key.hex()))
                     else:
                         right[key] = payload
                 store.put(list(right), list(right.values()), durable=True)
-                good.update(compress(keys, there), right)
+                good.update(compress(names, there), right)
                 progress(looked, len(bundle.places))
     finally:
         os.close(fd)
@@ -417,7 +428,15 @@ def _files_at(path: str | os.PathLike[str]) -> list[int]:
     return [*sizes, *(lane.other_bytes for lane in lanes)]
 
 
-def _config(bundle: _Bundle, path: str | os.PathLike[str], capacity_bytes: int | None) -> Config:
+def _config(
+    bundle: _Bundle, path: str | os.PathLike[str], capacity_bytes: int | None, keys: str | None
+) -> Config:
+    if ("encryption" in bundle.identity) != (keys is not None):
+        raise KVStoreError(
+            "the chunks of the bundle are not encrypted: leave the keys out"
+            if keys is not None
+            else "the chunks of the bundle are encrypted: name the keys with --keys"
+        )
     slot_bytes = round_to_page(bundle.chunk_bytes)
     smallest = Geometry(1, slot_bytes, bundle.chunk_bytes).file_bytes
     segment_bytes = max(smallest, bundle.segment_bytes)
@@ -427,13 +446,15 @@ def _config(bundle: _Bundle, path: str | os.PathLike[str], capacity_bytes: int |
         held = _files_at(path)
         room = (-(-len(bundle.places) // slots) + 1) * segment_bytes
         capacity_bytes = sum(held) + max(room, *held, 0)
-    own = ("chunk_bytes", "slot_bytes")
+    own = ("chunk_bytes", "slot_bytes", "encryption")
     return Config(
         cpu_bytes_to_use=max(HOST_BYTES, 2 * slot_bytes),
         chunk_bytes=bundle.chunk_bytes,
         identity={key: value for key, value in bundle.identity.items() if key not in own},
         namespace=bundle.namespace,
         tiers=[DiskConfig(path, capacity_bytes, segment_bytes=segment_bytes)],
+        encryption_keys=keys,
+        tenants=None if keys is None else Shares(),
     )
 
 
@@ -459,10 +480,10 @@ def _read_header(fd: int, file: Path) -> _Bundle:
         sizes = {int(end) - int(start) for start, end in _offsets(entries)}
         if len(sizes) != 1 or identity["chunk_bytes"] not in sizes:
             raise wrong("its chunks are not of one size")
-        places = {}
+        places, epoch = {}, int(told.get("epoch", 0))
         for name, each in entries.items():
-            offset = 8 + room + int(each["data_offsets"][0])
-            places[check_key(bytes.fromhex(name))] = (offset, bytes.fromhex(digests[name]))
+            key, offset = check_key(bytes.fromhex(name)), 8 + room + int(each["data_offsets"][0])
+            places[key] = (offset, Proof(key, epoch, bytes.fromhex(digests[name])))
         segment_bytes = int(told["segment_bytes"])
         return _Bundle(str(told["namespace"]), identity, sizes.pop(), segment_bytes, places)
     except KVStoreError:

@@ -10,7 +10,8 @@ moves copy, as while serving. So epochs, recovery and durability are the same:
 a copy is on the medium before its source may be overwritten or removed, and a
 crash or power cut at any moment leaves at least one valid copy of each chunk.
 No space beyond the existing files is used. A chunk to be moved whose payload
-does not match its digest is dropped. Chunks that stay in place are not read.
+does not match its digest is dropped; an encrypted one is copied as it is. Chunks that stay in place
+are not read.
 """
 
 from __future__ import annotations
@@ -97,6 +98,7 @@ def compact_lane(
         segment_bytes=geometry.file_bytes,
         lane=int(folder.name.removeprefix("lane-")),
         strict_modes=trust.strict,
+        sealed=geometry.sealed,
     )
     region = PinnedRegion.private(1, geometry.slot_bytes)
     try:

@@ -15,9 +15,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from xxhash import xxh3_128
-
 from kvstore.errors import ForeignFileError, KVStoreError, PathUnusableError
+from kvstore.maintenance.payloads import Proof, payload_fault, sealer_of
 from kvstore.policies.tenants import OTHERS, TAG_BYTES, tag_of
 from kvstore.tiers.disk.epoch import EPOCH_NAME, lost_epoch, read_epoch
 from kvstore.tiers.disk.fault import Fault
@@ -25,6 +24,7 @@ from kvstore.tiers.disk.index import read_index
 from kvstore.tiers.disk.lane import LOCK_NAME, lane_folders, lane_owner
 from kvstore.tiers.disk.namespace import FILE_NAME, read_namespace
 from kvstore.tiers.disk.segment import is_probe, segment_files
+from kvstore.tiers.sealing import Sealer
 
 __all__ = [
     "Fault",
@@ -34,13 +34,12 @@ __all__ = [
     "SegmentSurvey",
     "check_folder",
     "chunks_by_tenant",
-    "payload_pieces",
     "survey",
     "verify",
 ]
 
-READ_BYTES = 8 * 1024 * 1024
-"""Bytes of payload between two reports of progress, and most bytes that one call reads."""
+REPORT_BYTES = 8 * 1024 * 1024
+"""Bytes of payload between two reports of progress."""
 
 
 @dataclass(slots=True)
@@ -51,6 +50,7 @@ class SegmentSurvey:
     many of the chunks were read at all, `used_ms` when one was last stored or read.
     `outdated` of the `live` chunks are from before a reset: of none of the `epochs` of their
     namespace, so that nobody finds them. `epoch` is the newest of all, 0 when there are none.
+    `key_ids` counts encrypted chunks by the id of the key.
     """
 
     path: str
@@ -68,6 +68,7 @@ class SegmentSurvey:
     outdated: int = 0
     reused: int = 0
     used_ms: int = 0
+    key_ids: dict[str, int] = field(default_factory=dict)
 
     @property
     def counted(self) -> int:
@@ -113,11 +114,15 @@ class NamespaceSurvey:
 
 @dataclass(slots=True)
 class Progress:
-    """Progress of `verify`: bytes of payload read, and bytes to be read in total."""
+    """Progress of `verify`: bytes of payload read, and bytes to be read in total.
+
+    `unchecked` of the `chunks` are encrypted with keys that are not known: they were only read.
+    """
 
     done_bytes: int
     total_bytes: int
     chunks: int
+    unchecked: int = 0
 
 
 def survey(path: str | os.PathLike[str]) -> list[NamespaceSurvey]:
@@ -183,14 +188,18 @@ def _holds_namespace(folder: Path) -> bool:
     return True
 
 
-def verify(path: str | os.PathLike[str]) -> Iterator[Fault | Progress]:
-    """Check every payload at `path` that somebody may find against its digest.
+def verify(path: str | os.PathLike[str], keys: str | None = None) -> Iterator[Fault | Progress]:
+    """Check every payload at `path` that somebody may find against its digest or its seal.
 
     Yields faults as they are found, and progress in between. A chunk that a
     running server replaces meanwhile is not a fault.
 
+    Args:
+        keys: where the keys are that chunks are encrypted with: see `kvstore.tiers.keys.KeyRing`.
+
     Raises:
         PathUnusableError: as `survey` does.
+        ConfigError: if the keys cannot be used.
     """
     found = survey(path)
     total = sum(s.counted * s.chunk_bytes for n in found for lane in n.lanes for s in lane.segments)
@@ -198,9 +207,10 @@ def verify(path: str | os.PathLike[str]) -> Iterator[Fault | Progress]:
     yield progress
     for namespace in found:
         yield from namespace.faults
+        sealer = sealer_of(keys, namespace.digest)
         for lane in namespace.lanes:
             for segment in lane.segments:
-                yield from _verify_segment(Path(segment.path), progress, namespace.epochs)
+                yield from _verify_segment(Path(segment.path), progress, namespace.epochs, sealer)
     progress.total_bytes = progress.done_bytes
     yield progress
 
@@ -342,11 +352,12 @@ def _segment(
         outdated=count - len(live.of_epoch(*epochs).slots),
         reused=int((live.records["reads"] > 0).sum()),
         used_ms=max(int(stored.max()), int(live.records["read_ms"].max())) if count else 0,
+        key_ids=dict(Counter(live.key_ids())) if geometry.sealed else {},
     ), faults
 
 
 def _verify_segment(
-    path: Path, progress: Progress, epochs: Collection[int]
+    path: Path, progress: Progress, epochs: Collection[int], sealer: Sealer | None
 ) -> Iterator[Fault | Progress]:
     suspects: list[tuple[int, bytes, str]] = []
     try:
@@ -361,15 +372,17 @@ def _verify_segment(
     digests = live.digests()
     try:
         unreported = 0
-        for slot, key, digest in zip(live.slots, live.keys(), digests, strict=True):
+        each = map(Proof, live.keys(), live.records["epoch"].tolist(), digests)
+        for slot, proof in zip(live.slots, each, strict=True):
             offset = geometry.blocks_offset + slot * geometry.slot_bytes
-            what = _payload_fault(fd, offset, geometry.chunk_bytes, digest)
+            what = payload_fault(fd, offset, geometry.chunk_bytes, proof, sealer)
             if what is not None:
-                suspects.append((slot, key, what))
+                suspects.append((slot, proof.key, what))
             progress.chunks += 1
+            progress.unchecked += not proof.checkable(sealer)
             progress.done_bytes += geometry.chunk_bytes
             unreported += geometry.chunk_bytes
-            if unreported >= READ_BYTES:
+            if unreported >= REPORT_BYTES:
                 unreported = 0
                 yield progress
     finally:
@@ -388,35 +401,3 @@ def _verify_segment(
     for slot, key, what in suspects:
         if after.get(slot) == before[slot]:
             yield Fault(str(path), slot, what, key.hex())
-
-
-def payload_pieces(fd: int, offset: int, size: int) -> Iterator[bytes]:
-    """Read up to `size` bytes, to the end of the file at most.
-
-    They come in pieces: `size` may be damaged, and shall cost no memory then.
-
-    Raises:
-        OSError, OverflowError: as the system says.
-    """
-    end = offset + size
-    while offset < end:
-        piece = os.pread(fd, min(READ_BYTES, end - offset), offset)
-        if not piece:
-            return
-        yield piece
-        offset += len(piece)
-
-
-def _payload_fault(fd: int, offset: int, size: int, digest: bytes) -> str | None:
-    """Return what is wrong with a payload, or None."""
-    found = xxh3_128()
-    done = 0
-    try:
-        for piece in payload_pieces(fd, offset, size):
-            found.update(piece)
-            done += len(piece)
-    except (OSError, OverflowError) as error:
-        return f"cannot be read: {getattr(error, 'strerror', None) or error}"
-    if done < size:
-        return f"truncated: only {done} of {size} bytes exist"
-    return None if found.digest() == digest else "payload does not match its digest"

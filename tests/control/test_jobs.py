@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,10 @@ import kvstore
 from kvstore.api.store import Store
 from kvstore.control.commands import MOST_RUNNING
 from kvstore.errors import ConfigError
+from kvstore.maintenance.survey import survey
 from kvstore.tiers.disk import DiskTier
+from kvstore.tiers.keys import parse_keys, read_keys
+from kvstore.tools.cli import main
 from tests.control.test_server import at_path
 from tests.patience import until_async
 from tests.store.support import CHUNK, keys_of, payload, payloads, small
@@ -379,3 +383,56 @@ async def test_a_disk_becomes_smaller_while_it_is_read_without_end(tmp_path: Pat
             reader.cancel()
         told = store.stats().tiers[0]
         assert (told.corrupt, told.failed_reads, told.errors) == (0, 0, 0)
+
+
+async def test_what_is_under_older_keys_is_encrypted_anew_while_it_serves(tmp_path: Path) -> None:
+    file = tmp_path / "keys.toml"
+    assert main(["keys", str(file), "--add", "*"]) == 0
+    (old,) = parse_keys(read_keys(file), "")["*"]
+    more = {"rows": 64, "disk": 256, "encryption_keys": str(file)}
+    async with at_path(tmp_path, **more) as (store, session):
+        keys = keys_of("prompt", 128)
+        for start in range(0, len(keys), 16):
+            part = keys[start : start + 16]
+            await store.put(part, payloads(part), durable=True)
+        assert main(["keys", str(file), "--add", "*"]) == 0
+        told = await ask(session, "reencrypt", dry_run=True)
+        assert told["segments"]["0"] >= 8
+        job = await ask(session, "reencrypt")
+        assert (job["state"], job["error"]) == ("done", None)
+        assert (await ask(session, "reencrypt", dry_run=True))["segments"] == {"0": 0}
+        # The older key is not needed any more.
+        assert main(["keys", str(file), "--retire", "*"]) == 0
+        for key in keys:
+            async with store.get([key]) as chunks:
+                assert [bytes(chunk) for chunk in chunks] == [payload(key)]
+    (namespace,) = survey(tmp_path / "cache")
+    ids = Counter[str]()
+    for segment in namespace.lanes[0].segments:
+        ids.update(segment.key_ids)
+    (new,) = parse_keys(read_keys(file), "")["*"]
+    assert new != old
+    assert ids[new.id.hex()] == len(keys)
+
+
+async def test_what_is_not_encrypted_cannot_be_encrypted_anew(tmp_path: Path) -> None:
+    async with at_path(tmp_path, disk=64) as (_, session):
+        response = await session.post("/v1/reencrypt", json={})
+        assert response.status == 400
+        assert "not encrypted" in (await response.json())["error"]
+
+
+async def test_where_no_thread_can_be_started_nothing_is_encrypted_anew(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "keys.toml"
+    assert main(["keys", str(file), "--add", "*"]) == 0
+
+    def refuses(*_: Any) -> None:
+        raise RuntimeError("can't start new thread")
+
+    async with at_path(tmp_path, disk=64, encryption_keys=str(file)) as (_, session):
+        monkeypatch.setattr("kvstore.tiers.disk.tier.in_thread", refuses)
+        response = await session.post("/v1/reencrypt", json={})
+        assert response.status == 400
+        assert "can't start new thread" in (await response.json())["error"]

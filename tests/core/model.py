@@ -629,6 +629,9 @@ class World:
             core.set_policy(None, policy_of(name, len(self.rows)))
         elif roll < 0.6:
             core.limit_rows(rng.choice((1, len(self.rows) // 2, len(self.rows))))
+        elif roll > 0.9 and self.relocation:
+            tier = rng.choice(owned)
+            core.rewrite(tier.number, rng.sample(range(4), 2))
         else:
             tier = rng.choice(owned)
             most = len(self.slots[tier.number]) // self.segment_slots

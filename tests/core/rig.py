@@ -144,7 +144,8 @@ class Rig:
         if segments is not None:
             made = list(segments)
         elif move.op is Op.GROW:
-            made = [slots]
+            its = self.owned(move.tier).slots
+            made = [next(n for n in range(slots + 1) if not its.has(n))]
         elif move.op is Op.CLEAR:
             made = list(range(slots))
         error = "injected" if failed or (segments is not None and not made) else None

@@ -42,6 +42,9 @@ def compact(rig: Rig, steps: int = 200, failed: Any = (), rotten: Any = ()) -> l
     tier = rig.owned()
     for _ in range(steps):
         for move in rig.step(0.1):
+            if move.op is Op.GROW:
+                rig.end(move)
+                continue
             moves.append(move)
             rig.moves.remove(move)
             found = [(key, slot) for key, slot in tier.entries.items()]
@@ -308,3 +311,74 @@ def test_a_chunk_that_left_and_came_back_during_its_move_stays_where_it_is() -> 
     assert len(tier.entries) == held
     assert len(set(tier.entries.values())) == held, "no slot has two chunks"
     assert tier.slots.free == free + 1, "the slot that was meant for its copy is free again"
+
+
+def rewrite(rig: Rig, segments: Sequence[int], steps: int = 400, **more: Any) -> list[Move]:
+    """Have segments rewritten; what the tier needs meanwhile for itself is done."""
+    rig.owned().rewrite(segments)
+    moves: list[Move] = []
+    for _ in range(steps):
+        moves += compact(rig, 1, **more)
+    return moves
+
+
+def moved_out(moves: Sequence[Move]) -> set[int]:
+    """The segments that chunks were copied out of."""
+    return {slot // SLOTS for move in moves if move.op is Op.RELOCATE for slot in move.slots}
+
+
+def test_what_is_to_be_rewritten_is_copied_and_its_files_go() -> None:
+    rig = sparse(rate=0.0, live=5)
+    tier = rig.owned()
+    before = dict(tier.entries)
+    moves = rewrite(rig, [1, 3])
+    assert moved_out(moves) == {1, 3}
+    assert {move.segment for move in moves if move.op is Op.SHRINK} == {1, 3}
+    assert tier.entries.keys() == before.keys()
+    kept = {key for key, slot in before.items() if slot // SLOTS in (0, 2)}
+    assert all(tier.entries[key] == before[key] for key in kept)
+    assert all(tier.entries[key] != before[key] for key in before.keys() - kept)
+    assert rig.core.changing == 0
+    assert tier.slots.free == tier.slots.segments * SLOTS - len(before)
+
+
+def test_of_a_full_tier_the_coldest_chunks_make_room_for_the_first_copies() -> None:
+    rig = sparse(rate=0.0, live=SLOTS, max_segments=4)
+    tier = rig.owned()
+    assert tier.slots.free == 0
+    moves = rewrite(rig, range(4))
+    assert rig.core.changing == 0
+    assert {move.segment for move in moves if move.op is Op.SHRINK} == set(range(4))
+    # No more than a segment's worth of them.
+    assert 3 * SLOTS <= len(tier.entries) < 4 * SLOTS
+
+
+def test_a_tier_that_can_grow_evicts_nothing_for_copies() -> None:
+    rig = sparse(rate=0.0, live=SLOTS, max_segments=6)
+    tier = rig.owned()
+    rewrite(rig, range(4))
+    assert rig.core.changing == 0
+    assert len(tier.entries) == 4 * SLOTS
+
+
+def test_a_copy_that_fails_is_made_later() -> None:
+    rig = sparse(rate=0.0, live=5)
+    tier = rig.owned()
+    before = dict(tier.entries)
+    (victim,) = {key for key, slot in before.items() if slot == SLOTS}
+    rewrite(rig, [1], failed={victim})
+    assert tier.entries[victim] == before[victim]
+    assert rig.core.changing == 1
+    rewrite(rig, [1], steps=2000)
+    assert tier.entries[victim] != before[victim]
+    assert rig.core.changing == 0
+
+
+def test_a_segment_that_is_gone_is_not_rewritten_and_a_reset_ends_it() -> None:
+    rig = sparse(rate=0.0)
+    assert rewrite(rig, [17]) == []
+    assert rig.core.changing == 0
+    rig.owned().rewrite([0, 1])
+    rig.step(0.1)
+    rig.core.reset()
+    assert rig.owned().compactor.rewrites == 0

@@ -50,8 +50,8 @@ NEAR = {
         "segment": "epoch world/power bad_input corruption trust",
         "format": "format",
         "index": "format erasing",
-        "extents": "extents noted_uses corruption",
-        "relocation": "relocation world/power",
+        "extents": "extents noted_uses corruption encryption",
+        "relocation": "relocation world/power encryption",
         "volume": "epoch noted_uses space unowned corruption faults/files",
         "lane": "trust peers store/sync store/home",
         "epoch": "epoch world/power",
@@ -60,6 +60,8 @@ NEAR = {
         "threads": "threads",
         "unowned": "unowned",
     },
+    "tiers/sealing": {"": "encryption"},
+    "tiers/keys": {"": "keys encryption"},
     "kvstore/maintenance/": {"": "upkeep gc"},
     "tiers/remote/": {
         "gate": "gate",
@@ -77,6 +79,8 @@ NEAR = {
 TESTS = {
     "kvstore/core/": "core",
     "tiers/disk/": "tiers",
+    "tiers/sealing": "tiers",
+    "tiers/keys": "tiers",
     "kvstore/maintenance/": "tools",
     "tiers/remote/": "tiers/remote",
     "kvstore/connector/": "connector",

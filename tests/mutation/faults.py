@@ -47,6 +47,8 @@ class Fault:
 _ROOMS = {
     "kvstore/core/": "core",
     "tiers/disk/": "disk",
+    "tiers/sealing": "disk",
+    "tiers/keys": "disk",
     "kvstore/maintenance/": "disk",
     "tiers/remote/": "stores",
     "kvstore/connector/": "connector",
@@ -473,8 +475,8 @@ FAULTS = (
         ),
         (
             "a use is written into the record of another key",
-            "(version, state, its_slot, its_key[:length]) != (VERSION, LIVE, slot, key)",
-            "(version, state, its_slot) != (VERSION, LIVE, slot)",
+            "(its_slot, its_key[:length]) != (slot, key)",
+            "its_slot != slot",
         ),
         (
             "an earlier use replaces a later one",
@@ -523,14 +525,19 @@ FAULTS = (
             'known.get(slot, (b"",))[0] == each[0]\n',
         ),
         (
+            "an older state of a chunk that somebody put back is served",
+            "segment.nonces is None or segment.nonces[slot].tobytes() == seal[TAG_BYTES:]",
+            "True",
+        ),
+        (
             "an extent goes across two segments",
             "if slot == previous + 1 and slot % segment_slots and len(",
             "if slot == previous + 1 and len(",
         ),
         (
             "chunks that are written one by one get the same sequence",
-            "Writing(backend, [one], sequence + index)",
-            "Writing(backend, [one], sequence)",
+            "Writing(backend, [one], sequence + index, sealer)",
+            "Writing(backend, [one], sequence, sealer)",
         ),
         (
             "chunks are written as of no epoch",
@@ -539,7 +546,53 @@ FAULTS = (
         ),
     ),
     *_in(
+        "tiers/sealing.py",
+        (
+            "nonces repeat",
+            "os.urandom(NONCE_BYTES - ID_BYTES)",
+            "bytes(NONCE_BYTES - ID_BYTES)",
+        ),
+        (
+            "what was sealed before a reset opens after it",
+            'epoch.to_bytes(8, "little") + key',
+            "bytes(8) + key",
+        ),
+        (
+            "what was sealed as one chunk opens as another",
+            'epoch.to_bytes(8, "little") + key',
+            'epoch.to_bytes(8, "little")',
+        ),
+        (
+            "what was sealed in one namespace opens in another",
+            "sha256(place.encode()).digest()",
+            "bytes(32)",
+        ),
+        (
+            "what was forged opens",
+            "        except InvalidTag:\n            return False\n",
+            "        except InvalidTag:\n            return True\n",
+        ),
+    ),
+    *_in(
+        "tiers/keys.py",
+        (
+            "older keys open nothing",
+            "for secret in self._of(key):",
+            "for secret in self._of(key)[:1]:",
+        ),
+        (
+            "keys that cannot be read are forgotten",
+            "            self._complained = True\n",
+            "            self._complained, self._others = True, []\n",
+        ),
+    ),
+    *_in(
         "tiers/disk/relocation.py",
+        (
+            "the record of a chunk that is moved keeps the old seal",
+            "set_seal(record.records, sealer.seal(key, epoch, payload, payload))",
+            "sealer.seal(key, epoch, payload, payload)",
+        ),
         (
             "a chunk that was moved is not on the medium when its source is freed",
             "            segment.sync()\n",
@@ -718,8 +771,8 @@ FAULTS = (
         "tiers/remote/record.py",
         (
             "a value is taken for that of another key",
-            "if magic != _MAGIC or found != length or padded[:key_length] != key:",
-            "if magic != _MAGIC or found != length:",
+            "found != length or padded[:key_length] != key:",
+            "found != length:",
         ),
         (
             "a value from another namespace, or from before a reset, is taken",
@@ -731,8 +784,8 @@ FAULTS = (
         "tiers/remote/tier.py",
         (
             "payloads are not compared with their digests",
-            "good = decode(record, key, size, seed) == digest(payload)",
-            "good = decode(record, key, size, seed) is not None",
+            "return None if proof == digest(payload) else WRONG",
+            "return None",
         ),
         (
             "after a reset the store is asked for what was forgotten",

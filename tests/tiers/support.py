@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import secrets
 import signal
 import subprocess
 import sys
@@ -15,6 +16,7 @@ from kvstore.testing.bench import TierBench
 from kvstore.tiers.disk import DiskTier
 from kvstore.tiers.disk.format import Geometry
 from kvstore.tiers.disk.namespace import Namespace
+from kvstore.tiers.keys import ALL, KEY_BYTES, KeyRing, Secret, id_of, write_keys
 from kvstore.tiers.rendezvous import stem_of
 from tests.patience import PATIENCE
 
@@ -32,6 +34,15 @@ def disk_tier(path: Path | list[Path], *, segments: int = 3, **options: Any) -> 
     options = {"capacity_bytes": segments * SEGMENT, "segment_bytes": SEGMENT, **options}
     namespace = options.pop("namespace", NAMESPACE)
     return DiskTier(path, namespace, CHUNK, options.pop("capacity_bytes"), **options)
+
+
+def some_keys(folder: Path) -> KeyRing:
+    """The keys of a file in `folder`, which is made if there is none."""
+    path = folder / "keys.toml"
+    if not path.exists():
+        material = secrets.token_bytes(KEY_BYTES)
+        write_keys(path, {ALL: [Secret(id_of(material), material)]})
+    return KeyRing(str(path))
 
 
 def bench_of(path: Path, **options: Any) -> TierBench:

@@ -13,7 +13,7 @@ from kvstore.errors import ConfigError
 from kvstore.testing.tier import TierContract
 from kvstore.tiers.disk import DiskTier
 from kvstore.tiers.disk.io import IO_BACKENDS, choose_backend
-from tests.tiers.support import disk_tier
+from tests.tiers.support import disk_tier, some_keys
 
 
 class DiskTierContract(TierContract):
@@ -66,6 +66,19 @@ class TestPortable(DiskTierContract):
 def test_every_backend_passes_the_contract() -> None:
     tested = {contract.io for contract in DiskTierContract.__subclasses__()}
     assert tested - {"auto"} == set(IO_BACKENDS)
+
+
+class TestSealed(DiskTierContract):
+    """Chunks that are encrypted."""
+
+    io = "direct"
+
+    def new_tier(self, folder: Path) -> DiskTier:
+        return disk_tier(folder, io=self.io, keys=some_keys(folder.parent))
+
+
+class TestSealedAio(TestSealed):
+    io = "aio"
 
 
 class TestOneThread(DiskTierContract):

@@ -218,8 +218,10 @@ def test_a_header_with_any_other_value_is_a_foreign_file_and_nothing_worse(
 
 def test_a_newer_version_is_refused_by_name() -> None:
     told = json.loads(encode_header(Header("ab" * 32, SEGMENT_ID, Geometry(8, SLOT, CHUNK)))[8:])
-    told["__metadata__"]["version"] = "2"
-    with pytest.raises(ForeignFileError, match="format version 2; this program reads version 1"):
+    told["__metadata__"]["version"] = "3"
+    with pytest.raises(
+        ForeignFileError, match="format version 3; this program reads versions 1 and 2"
+    ):
         parse_header(page_of(json.dumps(told)), "segment-0")
 
 
@@ -359,3 +361,33 @@ def test_records_are_written_whole_by_calls_that_write_less(
         assert (index.live().slots, index.live().damaged) == ([], [])
     finally:
         index.close()
+
+
+@given(
+    names=st.lists(st.binary(min_size=1, max_size=56), min_size=1, max_size=5, unique=True),
+    seals=st.lists(st.binary(min_size=28, max_size=28), min_size=5, max_size=5),
+    first=st.integers(0, 1000),
+    epoch=st.integers(0, 2**32 - 1),
+)
+def test_a_sealed_record_gives_back_its_seal_and_counts_as_no_other(
+    names: list[bytes], seals: list[bytes], first: int, epoch: int
+) -> None:
+    seals = seals[: len(names)]
+    raw = encode_records(names, first, 7, CHUNK, seals, SEED, epoch)
+    live = decode_records(raw, first, None, SEED)
+    assert (live.keys(), live.digests(), live.damaged) == (names, seals, [])
+    assert [bytes(nonce) for nonce in live.nonces()] == [seal[16:] for seal in seals]
+    assert live.key_ids() == [seal[16:20].hex() for seal in seals]
+    quick = live_chunks(raw, first, None, SEED, epoch)
+    assert quick == {first + n: each for n, each in enumerate(zip(names, seals, strict=True))}
+    wanted = {seals[0][16:20]}
+    found = live.sealed_with(wanted).digests()
+    assert found == [seal for seal in seals if seal[16:20] in wanted]
+    # Where payloads are not sealed it is damage, and the other way round.
+    assert decode_records(raw, first, CHUNK, SEED).slots == []
+    assert live_chunks(raw, first, CHUNK, SEED, epoch) == {}
+    plain = encode_records(names, first, 7, CHUNK, [seal[:16] for seal in seals], SEED, epoch)
+    assert decode_records(plain, first, None, SEED).slots == []
+    used = used_record(raw[:RECORD_BYTES], first, names[0], SEED, 9, 10, 1)
+    assert used is not None
+    assert decode_records(used, first, None, SEED).digests() == seals[:1]

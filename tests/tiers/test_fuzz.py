@@ -29,9 +29,9 @@ from kvstore.tiers.disk.format import (
     RECORD_BYTES,
     Geometry,
     Header,
+    checksummed,
     encode_header,
     parse_header,
-    reseal_records,
     segment_seed,
 )
 from kvstore.types import MAX_KEY_BYTES
@@ -112,7 +112,7 @@ def write_records(file: Path, records: np.ndarray[Any, np.dtype[np.void]]) -> No
     seed = segment_seed(parse_header(file.read_bytes()[:ALIGN], "own").segment_id)
     with file.open("r+b") as handle:
         handle.seek(GEOMETRY.index_offset)
-        handle.write(reseal_records(records, seed))
+        handle.write(checksummed(records, seed))
 
 
 def page_of(text: bytes, length: int = ALIGN - 8) -> bytes:
@@ -241,7 +241,7 @@ RECORD_FIELDS = {
     "read_ms": 8,
     "reads": 4,
     "epoch": 4,
-    "zero_b": 4,
+    "last": 4,
 }
 
 

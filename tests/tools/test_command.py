@@ -91,6 +91,7 @@ def test_verify_reads_every_chunk(cache: Path) -> None:
         "version": 1,
         "chunks": 30,
         "bytes": 30 * CHUNK,
+        "unchecked": 0,
         "faults": [],
     }
 

@@ -64,8 +64,18 @@ NOTHING_TO_DO = (
 )  # fmt: skip
 """What operators may be told where nothing is wrong."""
 
+SECRETS: list[bytes] = []
+"""The keys of this world's servers, the newest first, where chunks are encrypted."""
+
+KEYS = f"{__name__}:secrets"
+
 STORY = 400
 """Acts that are kept to be told when a seed fails."""
+
+
+def secrets() -> dict[str, list[bytes]]:
+    """What a key management service tells."""
+    return {"*": SECRETS}
 
 
 class BrokenError(AssertionError):
@@ -182,6 +192,10 @@ class World:
                 "tenant-0": {"guaranteed": 0.3, "weight": 2.0},
                 "tenant-1": {"guaranteed": 0.2, "maximal": 0.5},
             }
+        self.encrypted = shape.get("encrypted", aside.random() < 0.25)
+        if self.encrypted:
+            SECRETS[:] = [aside.randbytes(32)]
+            self.config["encryption_keys"] = KEYS
         if self.server is not None:
             SERVERS["share"] = self.server
         self.enemy: Enemy
@@ -810,12 +824,16 @@ class Server:
         command = rng.choice(["prefetch", "retain", "release", "demote", "remove", "settings"])
         if "reset" not in world.without and rng.random() < 0.03:
             command = "reset"
+        if world.encrypted and rng.random() < 0.1:
+            command = "reencrypt"
+            if len(SECRETS) < 5:
+                SECRETS.insert(0, rng.randbytes(32))
         body: dict[str, Any] = {"keys": [key.hex() for key in keys]}
         if command == "retain":
             body |= {"seconds": rng.random() * 20, "host": rng.random() < 0.5}
         elif command == "settings":
             body = self._settings()
-        elif command == "reset":
+        elif command in ("reset", "reencrypt"):
             body = {}
         dry = rng.random() < 0.2
         if command == "remove" and not dry:
@@ -1136,7 +1154,8 @@ class Enemy:
     def _verify(self) -> None:
         world = self.world
         troubled = world.troubled
-        faults = [one for one in verify(self._disk()) if not isinstance(one, Progress)]
+        keys = KEYS if world.encrypted else None
+        faults = [one for one in verify(self._disk(), keys) if not isinstance(one, Progress)]
         world.act("verify", f"{len(faults)} faults")
         if faults and not (troubled or world.troubled or world.hurt):
             raise BrokenError(f"verify finds {faults[0]} on a sound disk")
@@ -1229,7 +1248,8 @@ class Enemy:
         slot, (file, label) = rng.randrange(world.slots), rng.choice(sorted(world.bundles.items()))
         world.importing[world.kernel.process.pid] = (slot, label)
         world.forget()
-        done = import_bundle(file, world.disk_of(slot), capacity_bytes=world.capacity)
+        keys = KEYS if world.encrypted else None
+        done = import_bundle(file, world.disk_of(slot), capacity_bytes=world.capacity, keys=keys)
         world.forget()
         world.act("import", f"{done.stored} of {done.chunks} chunks of label {label}")
 

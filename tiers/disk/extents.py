@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+
+import numpy as np
 
 from kvstore.tiers.disk.format import RECORD_BYTES, encode_records
 from kvstore.tiers.disk.io import IOV_MAX, IOBackend, IORequest, Moved
 from kvstore.tiers.disk.segment import Segment
+from kvstore.tiers.sealing import TAG_BYTES, Sealer
 
 __all__ = [
     "Extent",
@@ -120,11 +123,17 @@ class Reading:
 
     Attributes:
         waits: whether the system still moves bytes, and the thread may do something else.
+
+    Args:
+        sealer: opens what is sealed; without one that is read as it is, unverified.
     """
 
-    def __init__(self, backend: IOBackend, extents: Sequence[Extent]) -> None:
+    def __init__(
+        self, backend: IOBackend, extents: Sequence[Extent], sealer: Sealer | None = None
+    ) -> None:
         self._backend = backend
         self._extents = extents
+        self._sealer = sealer
         self._records: list[bytes | OSError] = []
         while len(self._records) < len(extents):
             self._records += _read_records(_near(extents, len(self._records)))
@@ -136,19 +145,21 @@ class Reading:
         """Verify each block against its key. A failed block fails alone."""
         moved = self._under_way.end()
         return [
-            _verified(self._backend, extent, raw, done)
+            _verified(self._backend, extent, raw, done, self._sealer)
             for extent, raw, done in zip(self._extents, self._records, moved, strict=True)
         ]
 
 
-def read_extents(backend: IOBackend, extents: Sequence[Extent]) -> list[Outcome]:
+def read_extents(
+    backend: IOBackend, extents: Sequence[Extent], sealer: Sealer | None = None
+) -> list[Outcome]:
     """Read `extents` and verify each block against its key. A failed block fails alone."""
-    return Reading(backend, extents).end()
+    return Reading(backend, extents, sealer).end()
 
 
 def _hashed(extents: Sequence[Extent]) -> int:
     """The bytes of a slot whose digest is wanted."""
-    return extents[0].segment.geometry.chunk_bytes if extents else 0
+    return (extents[0].segment.geometry.record_length or 0) if extents else 0
 
 
 def _near(extents: Sequence[Extent], start: int) -> Sequence[Extent]:
@@ -190,12 +201,21 @@ class Writing:
 
     Args:
         sequence: that of the first record; the others count on from it.
+        sealer: seals the payloads, where segments are sealed.
     """
 
-    def __init__(self, backend: IOBackend, extents: Sequence[Extent], sequence: int) -> None:
+    def __init__(
+        self,
+        backend: IOBackend,
+        extents: Sequence[Extent],
+        sequence: int,
+        sealer: Sealer | None = None,
+    ) -> None:
         self._backend = backend
         self._extents = extents
         self._sequence = sequence
+        self._sealer = sealer
+        self._sealed = None if sealer is None else _Sealed(extents, sealer)
         self._erased: list[OSError | None] = []
         for extent in extents:
             try:
@@ -203,36 +223,76 @@ class Writing:
                 self._erased.append(None)
             except OSError as refused:
                 self._erased.append(refused.with_traceback(None))
-        requests = [
-            extent.request
-            for extent, refused in zip(extents, self._erased, strict=True)
-            if refused is None
-        ]
+        wanted = (
+            [extent.request for extent in extents]
+            if self._sealed is None
+            else self._sealed.requests
+        )
+        erased = zip(wanted, self._erased, strict=True)
+        requests = [request for request, refused in erased if refused is None]
         self._under_way = backend.begin_writes(requests, _hashed(extents))
         self.waits = self._under_way.waits()
 
     def end(self) -> list[Outcome]:
         """Write the records of what was written. A failed block fails alone."""
         moved = iter(self._under_way.end())
+        if self._sealed is not None:
+            self._sealed.end()
         outcomes: list[Outcome] = []
         sequence = self._sequence
-        for extent, failed in zip(self._extents, self._erased, strict=True):
+        for place, (extent, failed) in enumerate(zip(self._extents, self._erased, strict=True)):
             done = failed if failed is not None else next(moved)
             if not isinstance(done, OSError):
                 try:
-                    _write_records(extent, sequence, done.digests)
+                    sealed = self._sealed
+                    proofs = done.digests if sealed is None else sealed.seals[place]
+                    _write_records(extent, sequence, proofs)
                 except OSError as refused:
                     done = refused.with_traceback(None)
             if isinstance(done, OSError):
-                outcomes.append(_write_failed(self._backend, extent, sequence, done))
+                outcomes.append(_write_failed(self._backend, extent, sequence, done, self._sealer))
             else:
                 outcomes.append(Outcome([True] * len(extent.keys), [], None))
             sequence += len(extent.keys)
         return outcomes
 
 
+class _Sealed:
+    """The sealed payloads of extents, in memory that is lent until `end`.
+
+    Attributes:
+        requests: what writes them, for each extent. seals: theirs, likewise.
+    """
+
+    def __init__(self, extents: Sequence[Extent], sealer: Sealer) -> None:
+        self._sealer = sealer
+        size = extents[0].segment.geometry.slot_bytes if extents else 0
+        self._memory = sealer.lend(size * sum(len(extent.keys) for extent in extents))
+        self.requests: list[IORequest] = []
+        self.seals: list[list[bytes]] = []
+        view, at = memoryview(self._memory), 0
+        for extent in extents:
+            segment, seals, buffers = extent.segment, [], []
+            for key, payload in zip(extent.keys, extent.buffers, strict=True):
+                buffer = view[at : at + size]
+                length, at = segment.geometry.chunk_bytes, at + size
+                seals.append(sealer.seal(key, segment.epoch, payload[:length], buffer))
+                buffers.append(buffer)
+            offset = segment.offset_of(extent.first)
+            self.requests.append(IORequest(segment.data, buffers, offset))
+            self.seals.append(seals)
+
+    def end(self) -> None:
+        """Give the memory back: nothing moves any more."""
+        self._sealer.take_back(self._memory)
+
+
 def _write_records(extent: Extent, sequence: int, digests: Sequence[bytes]) -> None:
     segment, size = extent.segment, extent.segment.geometry.chunk_bytes
+    if segment.nonces is not None:
+        slots = slice(extent.first, extent.first + len(extent.keys))
+        nonces = b"".join(seal[TAG_BYTES:] for seal in digests)
+        segment.nonces[slots] = np.frombuffer(nonces, "<u4").reshape(-1, 3)
     segment.index.write(
         extent.first,
         encode_records(
@@ -241,28 +301,36 @@ def _write_records(extent: Extent, sequence: int, digests: Sequence[bytes]) -> N
     )
 
 
-def _write_failed(backend: IOBackend, extent: Extent, sequence: int, error: OSError) -> Outcome:
+def _write_failed(
+    backend: IOBackend, extent: Extent, sequence: int, error: OSError, sealer: Sealer | None
+) -> Outcome:
     if len(extent.keys) == 1:
         return Outcome([False], [], _told("write to", extent, error))
     return _joined(
-        Writing(backend, [one], sequence + index).end()[0]
+        Writing(backend, [one], sequence + index, sealer).end()[0]
         for index, one in enumerate(extent.one_by_one())
     )
 
 
 def _verified(
-    backend: IOBackend, extent: Extent, raw: bytes | OSError, done: Moved | OSError
+    backend: IOBackend,
+    extent: Extent,
+    raw: bytes | OSError,
+    done: Moved | OSError,
+    sealer: Sealer | None,
 ) -> Outcome:
     """Compare what was read with the records that were there just before."""
     error = raw if isinstance(raw, OSError) else done
     if isinstance(error, OSError):
         if len(extent.keys) == 1:
             return Outcome([False], [], _told("read of", extent, error))
-        return _joined(read_extents(backend, [one])[0] for one in extent.one_by_one())
+        return _joined(read_extents(backend, [one], sealer)[0] for one in extent.one_by_one())
     assert isinstance(raw, bytes)
     assert isinstance(done, Moved)
     segment, first = extent.segment, extent.first
     known = segment.index.chunks(first, raw, segment.epoch)
+    if segment.geometry.sealed:
+        return _opened(extent, known, done.length, sealer)
     ok = [
         known.get(slot) == each
         for slot, each in enumerate(zip(extent.keys, done.digests, strict=False), first)
@@ -274,20 +342,61 @@ def _verified(
     # Perhaps the record was just being written again, because its chunk was used: a chunk whose
     # digest is that of the record is the right one, whenever that was read.
     for index, digest in enumerate(done.digests):
-        ok[index] = ok[index] or _holds(segment, first + index, extent.keys[index], digest)
+        known_now = (extent.keys[index], digest)
+        ok[index] = ok[index] or _settled(segment, first + index) == known_now
     if all(ok):
         return Outcome(ok, [], None)
     wrong = [first + index for index, one in enumerate(ok) if not one]
     return Outcome(ok, wrong, f"{segment.path}: slots {wrong} do not hold what their records say")
 
 
-def _holds(segment: Segment, slot: int, key: bytes, digest: bytes) -> bool:
-    """Whether the slot's record has this key and digest; no thread of this process writes it."""
+def _opened(
+    extent: Extent,
+    known: Mapping[int, tuple[bytes, bytes]],
+    length: int,
+    sealer: Sealer | None,
+) -> Outcome:
+    """Open what was read, the first `length` bytes of an extent; see `_verified`."""
+    segment, size = extent.segment, extent.segment.geometry.chunk_bytes
+    ok: list[bool] = []
+    wrong: list[int] = []
+    unknown: list[int] = []
+    each = zip(extent.keys, extent.buffers, strict=True)
+    for slot, (key, buffer) in enumerate(each, extent.first):
+        whole = length >= size
+        length -= len(buffer)
+        found = known.get(slot)
+        if found is None or found[0] != key:
+            found = _settled(segment, slot)
+        seal = found[1] if found is not None and found[0] == key else None
+        good = whole and seal is not None and _is_last(segment, slot, seal)
+        if good and seal is not None and sealer is not None:
+            if not sealer.has_key(key, seal):
+                unknown.append(slot)
+            good = sealer.open(key, segment.epoch, seal, buffer[:size])
+        ok.append(good)
+        if not good and slot not in unknown[-1:]:
+            wrong.append(slot)
+    told = None
+    if wrong:
+        told = f"{segment.path}: slots {wrong} do not hold what their records say"
+    elif unknown:
+        told = f"{segment.path}: slots {unknown} are encrypted with keys that are not known"
+    return Outcome(ok, wrong, told)
+
+
+def _is_last(segment: Segment, slot: int, seal: bytes) -> bool:
+    """Whether this is the seal that this process knows of; what others write it cannot know."""
+    return segment.nonces is None or segment.nonces[slot].tobytes() == seal[TAG_BYTES:]
+
+
+def _settled(segment: Segment, slot: int) -> tuple[bytes, bytes] | None:
+    """What the slot's record says while no thread of this process writes it."""
     try:
         raw = segment.index.read_settled(slot, 1)
     except OSError:
-        return False
-    return segment.index.chunks(slot, raw, segment.epoch).get(slot) == (key, digest)
+        return None
+    return segment.index.chunks(slot, raw, segment.epoch).get(slot)
 
 
 def gravest(outcomes: Iterable[Outcome]) -> str | None:

@@ -1,4 +1,4 @@
-"""Format 1: the layout of a segment file, byte by byte.
+"""Formats 1 and 2: the layout of a segment file, byte by byte.
 
 A segment is a safetensors file of fixed size:
 
@@ -22,6 +22,14 @@ nothing. A record is 128 bytes, little-endian:
 
 The seed and the slot tie a record to its place: copied elsewhere it is invalid.
 Of two valid records of one key, the one with the higher sequence counts.
+
+In format 2 payloads are sealed (`kvstore.tiers.sealing`). The header and the records say version 2,
+all payloads have the length that the header says, and a record has a seal in place of the digest:
+
+    16   8 B   nonce, first part         24   16 B  tag
+    120  4 B   nonce, last part
+
+This module is long because all that is in a segment stands in one place.
 """
 
 from __future__ import annotations
@@ -29,8 +37,8 @@ from __future__ import annotations
 import json
 import struct
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -38,10 +46,12 @@ import numpy.typing as npt
 from crc32c import crc32c
 
 from kvstore.errors import MALFORMED, ForeignFileError
+from kvstore.tiers.keys import ID_BYTES
 from kvstore.types import MAX_KEY_BYTES
 
 __all__ = [
     "ALIGN",
+    "DIGEST_BYTES",
     "MAX_SLOTS",
     "RECORD",
     "RECORD_BYTES",
@@ -49,18 +59,19 @@ __all__ = [
     "Header",
     "LiveRecords",
     "Records",
+    "checksummed",
     "decode_at",
     "decode_records",
     "encode_header",
     "encode_records",
     "live_chunks",
     "parse_header",
-    "reseal_records",
     "segment_seed",
+    "set_seal",
     "used_record",
 ]
 
-VERSION = 1
+VERSION, SEALED = 1, 2
 ALIGN = 4096
 RECORD_BYTES = 128
 
@@ -71,6 +82,9 @@ MAX_SLOTS = 2**20
 """Most slots of a segment: no header can make a reader take more than 128 MiB for its index."""
 WORDS = RECORD_BYTES // 8
 LIVE = 1
+
+DIGEST_BYTES = 16
+"""Length of a payload's digest, and of the tag at the beginning of its seal."""
 
 RECORD = np.dtype(
     [
@@ -86,7 +100,7 @@ RECORD = np.dtype(
         ("reads", "<u4"),
         ("epoch", "<u4"),
         ("key", "u1", (MAX_KEY_BYTES,)),
-        ("zero_b", "<u4"),
+        ("last", "<u4"),
         ("crc", "<u4"),
     ]
 )
@@ -95,6 +109,9 @@ assert RECORD.itemsize == RECORD_BYTES
 _PACKED = struct.Struct(f"<HBBIQQ16sQQII{MAX_KEY_BYTES}sI")
 """A record without its CRC."""
 assert _PACKED.size == RECORD_BYTES - 4
+
+_NONCE = struct.Struct("<QI")
+"""The nonce of a seal, as the fields `length` and `last` hold it."""
 
 Records = npt.NDArray[np.void]
 
@@ -111,11 +128,13 @@ class Geometry:
         slots: slots in a segment.
         slot_bytes: bytes of a slot, a multiple of 4096.
         chunk_bytes: bytes of a payload, at most `slot_bytes`.
+        sealed: whether payloads are sealed.
     """
 
     slots: int
     slot_bytes: int
     chunk_bytes: int
+    sealed: bool = False
 
     @property
     def index_offset(self) -> int:
@@ -132,9 +151,23 @@ class Geometry:
         """Size of a segment file."""
         return self.blocks_offset + self.slots * self.slot_bytes
 
+    def is_like(self, other: Geometry) -> bool:
+        """Whether only the number of slots differs."""
+        return replace(self, slots=other.slots) == other
+
+    @property
+    def record_length(self) -> int | None:
+        """The length of payloads as records say it; None if they have a seal instead."""
+        return None if self.sealed else self.chunk_bytes
+
     @classmethod
     def wanted(
-        cls, segment_bytes: int | None, capacity_bytes: int, slot_bytes: int, chunk_bytes: int
+        cls,
+        segment_bytes: int | None,
+        capacity_bytes: int,
+        slot_bytes: int,
+        chunk_bytes: int,
+        sealed: bool = False,
     ) -> Geometry:
         """The segments to make on a path with this capacity; maybe without a slot.
 
@@ -145,16 +178,18 @@ class Geometry:
             segment_bytes = max(
                 cls(1, slot_bytes, chunk_bytes).file_bytes, min(SEGMENT_BYTES, capacity_bytes // 8)
             )
-        return cls.fitting(segment_bytes, slot_bytes, chunk_bytes)
+        return cls.fitting(segment_bytes, slot_bytes, chunk_bytes, sealed)
 
     @classmethod
-    def fitting(cls, segment_bytes: int, slot_bytes: int, chunk_bytes: int) -> Geometry:
+    def fitting(
+        cls, segment_bytes: int, slot_bytes: int, chunk_bytes: int, sealed: bool = False
+    ) -> Geometry:
         """The most slots of `slot_bytes` that a file of `segment_bytes` can hold; maybe none."""
         slots = max(0, (segment_bytes - ALIGN) // (slot_bytes + RECORD_BYTES))
         slots = min(slots, MAX_SLOTS)
         while slots and cls(slots, slot_bytes, chunk_bytes).file_bytes > segment_bytes:
             slots -= 1
-        return cls(slots, slot_bytes, chunk_bytes)
+        return cls(slots, slot_bytes, chunk_bytes, sealed)
 
 
 @dataclass(frozen=True, slots=True)
@@ -184,7 +219,7 @@ def encode_header(header: Header) -> bytes:
     tensors: dict[str, Any] = {
         "__metadata__": {
             "format": "kvstore segment",
-            "version": str(VERSION),
+            "version": str(SEALED if g.sealed else VERSION),
             "namespace": header.namespace,
             "segment": header.segment_id,
             "slots": str(g.slots),
@@ -232,14 +267,20 @@ def parse_header(page: bytes, name: str) -> Header:
         told = tensors["__metadata__"]
         if told["format"] != "kvstore segment":
             raise ForeignFileError(f"{name}: format {told['format']!r} is not a kvstore segment")
-        if told["version"] != str(VERSION):
+        if told["version"] not in (str(VERSION), str(SEALED)):
             raise ForeignFileError(
-                f"{name}: format version {told['version']}; this program reads version {VERSION}"
+                f"{name}: format version {told['version']}; this program reads versions {VERSION} "
+                f"and {SEALED}"
             )
         header = Header(
             str(told["namespace"]),
             str(told["segment"]),
-            Geometry(int(told["slots"]), int(told["slot_bytes"]), int(told["chunk_bytes"])),
+            Geometry(
+                int(told["slots"]),
+                int(told["slot_bytes"]),
+                int(told["chunk_bytes"]),
+                told["version"] == str(SEALED),
+            ),
         )
         sane = (
             len(bytes.fromhex(header.segment_id)) == 16
@@ -265,25 +306,32 @@ def encode_records(
     seed: int,
     epoch: int = 0,
 ) -> bytes:
-    """Return records of `keys` in adjacent slots, ready to be written."""
+    """Return records of `keys` in adjacent slots, ready to be written.
+
+    Args:
+        digests: of their payloads, or their seals.
+    """
     # On the path of every write, and mostly for few records: no arrays here.
     now = time.time_ns() // 1_000_000
     sealed = bytearray()
     for index, (key, digest) in enumerate(zip(keys, digests, strict=True)):
+        version, its_length, last = VERSION, length, 0
+        if len(digest) > DIGEST_BYTES:
+            version, (its_length, last) = SEALED, _NONCE.unpack(digest[DIGEST_BYTES:])
         record = _PACKED.pack(
-            VERSION,
+            version,
             LIVE,
             len(key),
             first_slot + index,
             first_sequence + index,
-            length,
-            digest,
+            its_length,
+            digest[:DIGEST_BYTES],
             now,
             now,
             0,
             epoch,
             key,
-            0,
+            last,
         )
         sealed += record
         sealed += crc32c(record, seed).to_bytes(4, "little")
@@ -291,30 +339,32 @@ def encode_records(
 
 
 def live_chunks(
-    raw: bytes, first_slot: int, length: int, seed: int, epoch: int = 0
+    raw: bytes, first_slot: int, length: int | None, seed: int, epoch: int = 0
 ) -> dict[int, tuple[bytes, bytes]]:
-    """Key and digest by slot of the valid records of `epoch` in `raw`, from `first_slot` on.
+    """Key and digest, or seal, by slot of the valid records of `epoch` from `first_slot` on.
 
     Says the same as `decode_records`, faster for the few records of an extent.
     """
     found: dict[int, tuple[bytes, bytes]] = {}
     view = memoryview(raw)
+    wanted = SEALED if length is None else VERSION
     for index in range(len(raw) // RECORD_BYTES):
         at = index * RECORD_BYTES
-        version, state, key_length, slot, _, its_length, digest, _, _, _, its_epoch, key, _ = (
+        version, state, key_length, slot, _, its_length, digest, _, _, _, its_epoch, key, last = (
             _PACKED.unpack_from(raw, at)
         )
         if (
-            version == VERSION
+            version == wanted
             and state == LIVE
             and slot == first_slot + index
-            and its_length == length
+            and its_length == (its_length if length is None else length)
             and its_epoch == epoch
             and 1 <= key_length <= MAX_KEY_BYTES
             and crc32c(view[at : at + RECORD_BYTES - 4], seed)
             == int.from_bytes(view[at + RECORD_BYTES - 4 : at + RECORD_BYTES], "little")
         ):
-            found[slot] = (key[:key_length], digest)
+            seal = digest if length is not None else digest + _NONCE.pack(its_length, last)
+            found[slot] = (key[:key_length], seal)
     return found
 
 
@@ -329,7 +379,8 @@ def used_record(
         return None
     fields = list(_PACKED.unpack_from(raw))
     version, state, length, its_slot, _, _, _, _, before_ms, before, _, its_key, _ = fields
-    if (version, state, its_slot, its_key[:length]) != (VERSION, LIVE, slot, key):
+    valid = version in (VERSION, SEALED) and state == LIVE
+    if not valid or (its_slot, its_key[:length]) != (slot, key):
         return None
     fields[4] = sequence
     fields[8:10] = max(before_ms, read_ms), min(before + reads, 2**32 - 1)
@@ -337,7 +388,13 @@ def used_record(
     return record + int(crc32c(record, seed)).to_bytes(4, "little")
 
 
-def reseal_records(records: Records, seed: int) -> bytes:
+def set_seal(records: Records, seal: bytes) -> None:
+    """Give records the seal of a payload that was sealed anew."""
+    records["digest"] = np.frombuffer(seal, np.uint8, DIGEST_BYTES)
+    records["length"], records["last"] = _NONCE.unpack(seal[DIGEST_BYTES:])
+
+
+def checksummed(records: Records, seed: int) -> bytes:
     """Set the CRC of `records` and return their bytes."""
     raw = memoryview(records.tobytes())
     records["crc"] = [
@@ -362,11 +419,22 @@ class LiveRecords:
 
     def of_epoch(self, *epochs: int) -> LiveRecords:
         """Return the records of these epochs."""
-        same = np.isin(self.records["epoch"], epochs)
-        if same.all():
+        return self._where(np.isin(self.records["epoch"], epochs))
+
+    def sealed_with(self, key_ids: Collection[bytes]) -> LiveRecords:
+        """Return the records of payloads that are sealed with keys of these ids."""
+        numbers = [int.from_bytes(key_id, "little") for key_id in key_ids]
+        return self._where(np.isin(self._key_numbers, numbers))
+
+    def _where(self, chosen: npt.NDArray[np.bool_]) -> LiveRecords:
+        if chosen.all():
             return self
         slots = np.array(self.slots, np.int64)
-        return LiveRecords(slots[same].tolist(), self.records[same], self.damaged)
+        return LiveRecords(slots[chosen].tolist(), self.records[chosen], self.damaged)
+
+    @property
+    def _key_numbers(self) -> npt.NDArray[np.uint32]:
+        return self.nonces()[:, 0]
 
     def keys(self) -> list[bytes]:
         """The keys, in the same order."""
@@ -378,22 +446,40 @@ class LiveRecords:
         ]
 
     def digests(self) -> list[bytes]:
-        """The payload digests, in the same order."""
+        """The digests of payloads or their seals, in the same order."""
         raw = self.records["digest"].tobytes()
-        return [raw[at : at + 16] for at in range(0, len(raw), 16)]
+        found = [raw[at : at + DIGEST_BYTES] for at in range(0, len(raw), DIGEST_BYTES)]
+        if not len(self.records) or self.records["version"][0] == VERSION:
+            return found
+        each = zip(self.records["length"].tolist(), self.records["last"].tolist(), strict=True)
+        return [tag + _NONCE.pack(*nonce) for tag, nonce in zip(found, each, strict=True)]
+
+    def key_ids(self) -> list[str]:
+        """The ids of the keys that payloads are sealed with, in hex, in the same order."""
+        return [number.to_bytes(ID_BYTES, "little").hex() for number in self._key_numbers.tolist()]
+
+    def nonces(self) -> npt.NDArray[np.uint32]:
+        """The nonces in seals, in the same order; shape (records, 3). The first is the key's id."""
+        first = np.ascontiguousarray(self.records["length"]).view(np.uint32).reshape(-1, 2)
+        return np.column_stack([first, self.records["last"]])
 
 
-def decode_records(raw: bytes, first_slot: int, length: int, seed: int) -> LiveRecords:
+def decode_records(raw: bytes, first_slot: int, length: int | None, seed: int) -> LiveRecords:
     """Find the valid records in `raw`, the index from slot `first_slot` on.
 
     A record counts only when its CRC, version, slot and payload `length` are
     right; a record of zeros is an empty slot; all else is damaged.
+
+    Args:
+        length: None if payloads are sealed.
     """
     slots = np.arange(first_slot, first_slot + len(raw) // RECORD_BYTES)
     return decode_at(raw, slots, length, seed)
 
 
-def decode_at(raw: bytes, slots: npt.NDArray[np.int64], length: int, seed: int) -> LiveRecords:
+def decode_at(
+    raw: bytes, slots: npt.NDArray[np.int64], length: int | None, seed: int
+) -> LiveRecords:
     """Decode the records of any `slots`, ascending."""
     count = len(slots)
     records = np.frombuffer(raw, RECORD, count)
@@ -408,10 +494,10 @@ def decode_at(raw: bytes, slots: npt.NDArray[np.int64], length: int, seed: int) 
     found = records[used]
     valid = (
         (found["crc"] == crc)
-        & (found["version"] == VERSION)
+        & (found["version"] == (SEALED if length is None else VERSION))
         & (found["state"] == LIVE)
         & (found["slot"] == slots[used])
-        & (found["length"] == length)
+        & ((length is None) | (found["length"] == (length or 0)))
         & (found["key_length"] >= 1)
         & (found["key_length"] <= MAX_KEY_BYTES)
     )

@@ -30,11 +30,11 @@ from kvstore.tiers.disk.format import (
     Header,
     LiveRecords,
     Records,
+    checksummed,
     decode_at,
     decode_records,
     live_chunks,
     parse_header,
-    reseal_records,
     segment_seed,
     used_record,
 )
@@ -79,16 +79,16 @@ class IndexFile:
         """The valid and the damaged records of `count` slots from `first` on: of all, if None."""
         count = self._geometry.slots - first if count is None else count
         return _joined(
-            decode_records(raw, at, self._geometry.chunk_bytes, self._seed)
+            decode_records(raw, at, self._geometry.record_length, self._seed)
             for at, raw in self._pieces(first, count)
         )
 
     def chunks(self, first: int, raw: bytes, epoch: int) -> dict[int, tuple[bytes, bytes]]:
-        """Key and digest by slot of the valid records of `epoch` in `raw`, read from `first` on.
+        """Key and digest, or seal, by slot of the valid records of `epoch` in `raw`.
 
         Says the same as `live`, faster for the few records of an extent.
         """
-        return live_chunks(raw, first, self._geometry.chunk_bytes, self._seed, epoch)
+        return live_chunks(raw, first, self._geometry.record_length, self._seed, epoch)
 
     def changes(self, known: Crcs, epoch: int) -> Iterator[tuple[list[int], LiveRecords]]:
         """Yield what has changed since the records had the CRCs `known`, which are updated.
@@ -96,7 +96,7 @@ class IndexFile:
         Yields:
             Slots whose records differ, ascending, and those of them that are valid and of `epoch`.
         """
-        size, read = self._geometry.chunk_bytes, 0
+        size, read = self._geometry.record_length, 0
         for first, raw in self._pieces(0, self._geometry.slots, CHANGES_SLOTS):
             records = np.frombuffer(raw, RECORD, len(raw) // RECORD_BYTES)
             read = first + len(records)
@@ -186,7 +186,7 @@ class IndexFile:
         """Write one valid record of any segment into a slot of this one."""
         moved = records.copy()
         moved["slot"] = slot
-        self.write(slot, reseal_records(moved, self._seed))
+        self.write(slot, checksummed(moved, self._seed))
 
     def rewrite(self, change: Callable[[list[int], Records], None]) -> None:
         """Change what the valid records say.
@@ -195,11 +195,11 @@ class IndexFile:
             change: gets their slots and the records, which it may write into.
         """
         raw = self.read(0, self._geometry.slots)
-        live = decode_records(raw, 0, self._geometry.chunk_bytes, self._seed)
+        live = decode_records(raw, 0, self._geometry.record_length, self._seed)
         records = live.records.copy()
         change(live.slots, records)
         whole = np.frombuffer(raw, RECORD, len(raw) // RECORD_BYTES).copy()
-        whole[live.slots] = np.frombuffer(reseal_records(records, self._seed), RECORD)
+        whole[live.slots] = np.frombuffer(checksummed(records, self._seed), RECORD)
         self.write(0, whole.tobytes())
 
     def close(self) -> None:

@@ -222,7 +222,7 @@ class PeerLanes(Tier):
                     [self._region.row(rows[index]) for index in extent],
                 )
             )
-        reading = Reading(volume.backend, wanted)
+        reading = Reading(volume.backend, wanted, volume.sealer)
         if reading.waits:
             yield
         told: str | None = None

@@ -27,6 +27,7 @@ from kvstore.tiers.disk.segment import (
     segment_files,
 )
 from kvstore.tiers.disk.trust import STRICT, Trust
+from kvstore.tiers.sealing import Sealer
 
 __all__ = ["Recovered", "held_geometry", "recover"]
 
@@ -47,6 +48,7 @@ class Recovered:
         faults: segments that cannot be used or were cut short, and records that were
             neither empty nor valid.
         removed: names of leftovers and surplus segments that were removed.
+        unreadable: chunks that are sealed with keys that are not known; their slots are free.
     """
 
     segments: dict[int, Segment]
@@ -57,6 +59,7 @@ class Recovered:
     foreign_bytes: int
     faults: list[Fault]
     removed: list[str]
+    unreadable: int
 
     @property
     def damaged(self) -> int:
@@ -81,7 +84,8 @@ def held_geometry(folder: Path, namespace: str, wanted: Geometry | None = None) 
             header = read_header(path)
         except ForeignFileError:
             continue
-        if header.namespace == namespace and _sizes_match(header.geometry, wanted):
+        alike = wanted is None or header.geometry.is_like(wanted)
+        if header.namespace == namespace and alike:
             held[header.geometry] = held.get(header.geometry, 0) + _disk_bytes(path)
     return max(held, key=lambda one: (held[one], one == wanted), default=None)
 
@@ -94,6 +98,7 @@ def recover(
     backend: IOBackend,
     trust: Trust = STRICT,
     epoch: int | None = None,
+    sealer: Sealer | None = None,
 ) -> Recovered:
     """Open the segments of a lane and find what they hold.
 
@@ -104,6 +109,7 @@ def recover(
 
     Args:
         epoch: chunks of other epochs are left out; without one, all are kept.
+        sealer: chunks that it has no key for are left out.
     """
     removed = remove_leftovers(folder)
     found: dict[int, _Found] = {}
@@ -115,7 +121,7 @@ def recover(
         for number, path in segment_files(folder):
             try:
                 segment = Segment.open(path, namespace, geometry, backend, trust)
-                found[number] = _Found.of(segment, epoch)
+                found[number] = _Found.of(segment, epoch, sealer)
             except (ForeignFileError, OSError) as error:
                 if isinstance(error, OSError) and error.errno in NO_DESCRIPTORS:
                     raise
@@ -157,6 +163,7 @@ def recover(
             _bytes_of(foreign + unusable, geometry.file_bytes),
             unusable + faults,
             removed,
+            sum(one.unreadable for one in found.values()),
         )
         opened.pop_all()
     return recovered
@@ -169,15 +176,17 @@ class _Found:
     Attributes:
         missing: bytes that were cut off.
         newest: the newest epoch of its records.
+        unreadable: chunks without a known key.
     """
 
     segment: Segment
     records: LiveRecords
     missing: int
     newest: int
+    unreadable: int
 
     @classmethod
-    def of(cls, segment: Segment, epoch: int | None) -> _Found:
+    def of(cls, segment: Segment, epoch: int | None, sealer: Sealer | None) -> _Found:
         """Reads the index; closes the segment where that fails."""
         try:
             records = segment.index.live()
@@ -186,10 +195,16 @@ class _Found:
             segment.close()
             raise
         newest = int(records.records["epoch"].max()) if len(records.slots) else 0
+        if segment.geometry.sealed:
+            segment.nonces = np.zeros((segment.geometry.slots, 3), np.uint32)
+            segment.nonces[records.slots] = records.nonces()
         if epoch is not None:
             segment.epoch = epoch
             records = records.of_epoch(epoch)
-        return cls(segment, records, missing, newest)
+        whole = len(records.slots)
+        if sealer is not None:
+            records = records.sealed_with(sealer.key_ids())
+        return cls(segment, records, missing, newest, whole - len(records.slots))
 
     @property
     def warmth(self) -> int:
@@ -237,13 +252,6 @@ def _close(found: Mapping[int, _Found]) -> None:
     for one in found.values():
         with contextlib.suppress(OSError):
             one.segment.close()
-
-
-def _sizes_match(geometry: Geometry, wanted: Geometry | None) -> bool:
-    return wanted is None or (geometry.slot_bytes, geometry.chunk_bytes) == (
-        wanted.slot_bytes,
-        wanted.chunk_bytes,
-    )
 
 
 def _other_files(folder: Path) -> list[Path]:

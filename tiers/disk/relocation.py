@@ -8,9 +8,10 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
 from kvstore.tiers.disk.extents import Extent, Outcome, gravest, read_extents
-from kvstore.tiers.disk.format import LiveRecords
+from kvstore.tiers.disk.format import LiveRecords, set_seal
 from kvstore.tiers.disk.io import IOBackend
 from kvstore.tiers.disk.segment import Segment
+from kvstore.tiers.sealing import Sealer
 
 __all__ = ["Place", "Relocated", "relocate"]
 
@@ -34,7 +35,10 @@ class Relocated:
 
 
 def relocate(
-    keys: Sequence[bytes], sources: Sequence[Place], targets: Sequence[Place]
+    keys: Sequence[bytes],
+    sources: Sequence[Place],
+    targets: Sequence[Place],
+    sealer: Sealer | None = None,
 ) -> Relocated:
     """Copy chunks to empty slots, with the sequence and the counters that they have.
 
@@ -43,6 +47,10 @@ def relocate(
     chunk in one valid copy at least, or in two of which either may be used.
     A copy that is ok is on the medium: whatever happens to its source then, a
     power cut does not take it.
+
+    Args:
+        sealer: opens sealed chunks, and seals them anew with the newest key. Without one, or
+            without the key of a chunk, it is copied as it is, and not verified.
     """
     if not keys:
         return Relocated([])
@@ -50,7 +58,7 @@ def relocate(
     with mmap.mmap(-1, len(keys) * size) as memory, memoryview(memory) as view:
         buffers = [view[at : at + size] for at in range(0, len(view), size)]
         try:
-            return _relocate(keys, sources, targets, buffers)
+            return _relocate(keys, sources, targets, buffers, sealer)
         finally:
             for buffer in buffers:
                 buffer.release()
@@ -61,10 +69,15 @@ def _relocate(
     sources: Sequence[Place],
     targets: Sequence[Place],
     buffers: Sequence[memoryview],
+    sealer: Sealer | None,
 ) -> Relocated:
     records = [_record_of(source) for source in sources]
     origins = _extents(keys, sources, buffers)
     outcomes = _by_backend(read_extents, origins)
+    if sealer is not None:
+        for origin, record, outcome in zip(origins, records, outcomes, strict=True):
+            if outcome.error is None and record is not None:
+                _seal_anew(origin, record, outcome, sealer)
     done = Relocated([outcome.ok[0] for outcome in outcomes], error=gravest(outcomes))
     for index, outcome in enumerate(outcomes):
         if outcome.wrong:
@@ -83,6 +96,8 @@ def _relocate(
             outcome.error = f"record of {sources[index][0].path} slot {sources[index][1]} is gone"
         if outcome.error is None and record is not None:
             try:
+                if segment.nonces is not None:
+                    segment.nonces[slot] = record.nonces()[0]
                 segment.index.place(record.records, slot)
                 placed.setdefault(segment, []).append(index)
                 continue
@@ -98,6 +113,20 @@ def _relocate(
             for index in indices:
                 done.ok[index] = False
     return done
+
+
+def _seal_anew(origin: Extent, record: LiveRecords, outcome: Outcome, sealer: Sealer) -> None:
+    """Seal a chunk that was read as it is with the newest key, and change its record to match."""
+    (key,), (buffer,), (seal,) = origin.keys, origin.buffers, record.digests()
+    epoch, payload = origin.segment.epoch, buffer[: origin.segment.geometry.chunk_bytes]
+    if not sealer.has_key(key, seal):
+        return
+    if sealer.open(key, epoch, seal, payload):
+        record.records = record.records.copy()
+        set_seal(record.records, sealer.seal(key, epoch, payload, payload))
+    else:
+        what = f"{origin.segment.path}: slot {origin.first} does not hold what its record says"
+        outcome.ok, outcome.wrong, outcome.error = [False], [origin.first], what
 
 
 def _record_of(place: Place) -> LiveRecords | None:

@@ -12,9 +12,11 @@ import secrets
 import stat
 import struct
 import weakref
+from collections.abc import Collection
 from pathlib import Path
 
 import numpy as np
+import numpy.typing as npt
 
 from kvstore.errors import ForeignFileError
 from kvstore.tiers.disk.descriptors import NO_DESCRIPTORS
@@ -56,6 +58,8 @@ class Segment:
         index: its records.
         seed: seeds the CRC of its records.
         epoch: of the records that are written, and of those that are read.
+        nonces: by slot that of its seal, three words, as this process knows it: an older record
+            that was put back has another. None if this process does not know.
     """
 
     def __init__(
@@ -73,6 +77,7 @@ class Segment:
         self.geometry = header.geometry
         self.seed = segment_seed(header.segment_id)
         self.epoch = 0
+        self.nonces: npt.NDArray[np.uint32] | None = None
         self.backend = backend
         self.data = data
         self.index = index
@@ -111,7 +116,10 @@ class Segment:
             with contextlib.suppress(OSError):
                 name.unlink()
             raise
-        return cls(number, path, header, backend, data, IndexFile(fd, header))
+        segment = cls(number, path, header, backend, data, IndexFile(fd, header))
+        if geometry.sealed:
+            segment.nonces = np.zeros((geometry.slots, 3), np.uint32)
+        return segment
 
     @classmethod
     def open(
@@ -190,6 +198,14 @@ class Segment:
             OSError: as the system says, ENOSPC above all.
         """
         _allocate(self.data, self.geometry.file_bytes)
+
+    def sealed_with(self, key_ids: Collection[bytes]) -> bool:
+        """Whether all of its payloads that this process has known are sealed with these keys."""
+        if self.nonces is None:
+            return True
+        used = self.nonces[self.nonces.any(axis=1), 0]
+        numbers = [int.from_bytes(key_id, "little") for key_id in key_ids]
+        return bool(np.isin(used, numbers).all())
 
     def list_chunks(self) -> list[tuple[bytes, int]]:
         """(key, slot) of the valid records of its epoch, in the order of storing. May block.

@@ -13,7 +13,8 @@ from pathlib import Path
 
 import numpy as np
 
-from kvstore.errors import ConfigError, PathUnusableError
+from kvstore.concurrency import in_thread
+from kvstore.errors import ConfigError, KVStoreError, PathUnusableError
 from kvstore.tiers.base import Tier, Transfer, error_of
 from kvstore.tiers.disk.epoch import read_epoch
 from kvstore.tiers.disk.format import Geometry
@@ -22,7 +23,9 @@ from kvstore.tiers.disk.namespace import Namespace
 from kvstore.tiers.disk.relocation import Place, Relocated, relocate
 from kvstore.tiers.disk.trust import Trust
 from kvstore.tiers.disk.volume import Job, Use, Volume
+from kvstore.tiers.keys import KeyRing
 from kvstore.tiers.pinned import PinnedRegion
+from kvstore.tiers.sealing import Sealer
 from kvstore.types import RecoveredTier, about
 
 __all__ = ["DiskTier"]
@@ -55,6 +58,11 @@ class DiskTier(Tier):
         lane: number of the lane; by default the first that is free.
         strict_modes: whether folders and files that others own or may write are refused.
         share_after_reset: whether a reset joins the epoch of peers that were reset before.
+        sealed: whether payloads are sealed.
+        keys: with which they are; without them sealed payloads can be relocated, and no more.
+
+    Raises:
+        ConfigError: with `keys`, if the package ``cryptography`` is missing.
     """
 
     def __init__(
@@ -70,7 +78,11 @@ class DiskTier(Tier):
         lane: int | None = None,
         strict_modes: bool = True,
         share_after_reset: bool = False,
+        sealed: bool = False,
+        keys: KeyRing | None = None,
     ) -> None:
+        self._sealed = sealed or keys is not None
+        self.sealer = None if keys is None else Sealer(keys, namespace.digest)
         self._share_after_reset = share_after_reset
         self._paths = [paths] if isinstance(paths, Path) else list(paths)
         self._namespace = namespace
@@ -95,6 +107,7 @@ class DiskTier(Tier):
             (self._capacity or 0) // len(self._paths),
             slot_bytes,
             self._chunk_bytes,
+            self._sealed,
         )
         if not wanted.slots:
             smallest = Geometry(1, slot_bytes, self._chunk_bytes).file_bytes
@@ -115,6 +128,7 @@ class DiskTier(Tier):
                     lane=self._lane,
                     trust=self.trust,
                     epoch=epoch,
+                    sealer=self.sealer,
                 )
                 self.volumes.append(volume)
                 failed = volume.raise_epoch(epoch) if epoch else 0
@@ -299,7 +313,7 @@ class DiskTier(Tier):
         changed = {self._locate(slot)[0] for slot in targets}
 
         def copy() -> Relocated:
-            done = relocate(keys, sources, homes)
+            done = relocate(keys, sources, homes, self.sealer)
             for index in changed:
                 self.volumes[index].lane.touch()
             return done
@@ -324,6 +338,22 @@ class DiskTier(Tier):
         volume = self.volumes[index]
         (told,) = await volume.threads.run([partial(volume.remove, number)], load=False)
         return told
+
+    async def outdated_segments(self) -> list[int]:
+        if self.sealer is None:
+            raise ConfigError(f"tier {self.name}: its chunks are not encrypted")
+        # The key that was made a moment ago counts. Its source may not answer at once.
+        try:
+            await in_thread(self.sealer.look)
+        except RuntimeError as error:
+            raise KVStoreError(f"the keys cannot be looked up: {error}") from error
+        newest = self.sealer.key_ids(newest=True)
+        return [
+            self._segment(index, number)
+            for index, volume in enumerate(self.volumes)
+            for number, segment in list(volume.segments.items())
+            if not segment.sealed_with(newest)
+        ]
 
     def where(self, slot: int) -> tuple[Path, int]:
         """The file in which a slot lies, and its number there."""

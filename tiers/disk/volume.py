@@ -46,6 +46,7 @@ from kvstore.tiers.disk.threads import IOThreads, Parts
 from kvstore.tiers.disk.trust import Trust
 from kvstore.tiers.disk.unowned import UnownedLanes
 from kvstore.tiers.pinned import PinnedRegion
+from kvstore.tiers.sealing import Sealer
 from kvstore.types import about
 
 __all__ = ["Job", "Use", "Volume"]
@@ -94,6 +95,7 @@ class Volume:
         lane: number of the lane; by default the first that is free.
         trust: whose folders and files are taken.
         epoch: chunks of another are not found.
+        sealer: seals and opens payloads, where segments are sealed.
 
     Raises:
         KVStoreError: if the path cannot be used.
@@ -111,8 +113,10 @@ class Volume:
         lane: int | None,
         trust: Trust,
         epoch: int = 0,
+        sealer: Sealer | None = None,
     ) -> None:
         self.epoch = epoch
+        self.sealer = sealer
         self.capacity_bytes = capacity_bytes
         self.segments: dict[int, Segment] = {}
         self.max_segments = 0
@@ -173,6 +177,7 @@ class Volume:
             self.backend,
             self.trust,
             self.epoch,
+            self.sealer,
         )
         recovered = self.recovered
         self.segments = recovered.segments
@@ -195,6 +200,13 @@ class Volume:
                 recovered.damaged,
                 folder,
                 extra=about("disk.damaged_records", path=folder, records=recovered.damaged),
+            )
+        if recovered.unreadable:
+            logger.warning(
+                "disk tier: %d chunks in %s are encrypted with keys that are not known: not found",
+                recovered.unreadable,
+                folder,
+                extra=about("disk.no_key", path=folder, chunks=recovered.unreadable),
             )
         if capacity is not None:
             _warn_of_size(folder, capacity)
@@ -264,7 +276,9 @@ class Volume:
         sequence: int,
     ) -> Parts[str | None]:
         moving = (
-            Reading(self.backend, extents) if job.load else Writing(self.backend, extents, sequence)
+            Reading(self.backend, extents, self.sealer)
+            if job.load
+            else Writing(self.backend, extents, sequence, self.sealer)
         )
         if moving.waits:
             yield

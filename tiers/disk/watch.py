@@ -233,9 +233,8 @@ class Watch:
         if not self._room:
             return None
         header = read_header(path)
-        own, its = self._own.geometry, header.geometry
-        same = (its.slot_bytes, its.chunk_bytes) == (own.slot_bytes, own.chunk_bytes)
-        if header.namespace != self._namespace or not same:
+        its = header.geometry
+        if header.namespace != self._namespace or not its.is_like(self._own.geometry):
             return None
         segment = Segment.follow(path, header, self._own.backend, self._own.trust)
         segment.epoch = self._epoch

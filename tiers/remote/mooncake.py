@@ -101,6 +101,9 @@ class MooncakeTier(StoreTier):
 
     moves_have_deadlines = False
 
+    encrypts = False
+    """Rows are moved as they are, by their addresses."""
+
     def __init__(
         self,
         place: TierPlace,

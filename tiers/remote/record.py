@@ -10,7 +10,11 @@
     88   36 B  zero
     124  u32   CRC32C of bytes 0 to 123, seeded with the CRC32C of the place (namespace and epoch)
 
-The seed ties a record to its place: under another namespace it is invalid.
+The seed ties a record to its place: under another namespace it is invalid. The record of a sealed
+payload (`kvstore.tiers.sealing`) begins with b"kvs2", and has a seal in place of the digest:
+
+    16   16 B  tag
+    88   12 B  nonce
 """
 
 from __future__ import annotations
@@ -19,13 +23,14 @@ import struct
 
 from crc32c import crc32c
 
+from kvstore.tiers.sealing import NONCE_BYTES, TAG_BYTES
 from kvstore.types import MAX_KEY_BYTES
 
 __all__ = ["RECORD_BYTES", "decode", "encode", "seed_of"]
 
 RECORD_BYTES = 128
-_MAGIC = b"kvs1"
-_PACKED = struct.Struct(f"<4sIQ16s{MAX_KEY_BYTES}s36x")
+_MAGIC, _SEALED = b"kvs1", b"kvs2"
+_PACKED = struct.Struct(f"<4sIQ16s{MAX_KEY_BYTES}s{NONCE_BYTES}s24x")
 _CRC = struct.Struct("<I")
 assert _PACKED.size + _CRC.size == RECORD_BYTES
 
@@ -37,20 +42,21 @@ def seed_of(place: str) -> int:
 
 
 def encode(key: bytes, length: int, digest: bytes, seed: int) -> bytes:
-    """Encode the record of a payload of `length` bytes with this digest."""
-    packed = _PACKED.pack(_MAGIC, len(key), length, digest, key)
+    """Encode the record of a payload of `length` bytes with this digest or seal."""
+    tag, nonce = digest[:TAG_BYTES], digest[TAG_BYTES:]
+    packed = _PACKED.pack(_SEALED if nonce else _MAGIC, len(key), length, tag, key, nonce)
     return packed + _CRC.pack(crc32c(packed, seed))
 
 
 def decode(record: bytes, key: bytes, length: int, seed: int) -> bytes | None:
-    """Return the digest of the payload; None if the record is not for `key` and `length`."""
+    """Return the digest of the payload, or its seal; None if the record is not of this chunk."""
     if len(record) != RECORD_BYTES:
         return None
     packed = record[: _PACKED.size]
     if _CRC.unpack(record[_PACKED.size :])[0] != crc32c(packed, seed):
         return None
-    magic, key_length, found, digest, padded = _PACKED.unpack(packed)
-    if magic != _MAGIC or found != length or padded[:key_length] != key:
+    magic, key_length, found, digest, padded, nonce = _PACKED.unpack(packed)
+    if magic not in (_MAGIC, _SEALED) or found != length or padded[:key_length] != key:
         return None
-    result: bytes = digest
+    result: bytes = digest + nonce if magic == _SEALED else digest
     return result

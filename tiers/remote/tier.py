@@ -41,6 +41,7 @@ from kvstore.tiers.remote.client import (
 from kvstore.tiers.remote.gate import Gate
 from kvstore.tiers.remote.loop import ClientLoop
 from kvstore.tiers.remote.record import decode, encode, seed_of
+from kvstore.tiers.sealing import SEAL_BYTES, Sealer
 from kvstore.types import RecoveredTier, TierPlace
 
 __all__ = ["StoreTier"]
@@ -81,6 +82,7 @@ BAD_LASTS = 600.0
 
 GONE = "the store does not have the chunk"
 WRONG = "a value is not what was stored under its key"
+NO_KEY = "a value is encrypted with a key that is not known"
 
 
 class StoreTier(Tier):
@@ -91,11 +93,12 @@ class StoreTier(Tier):
     outside host memory.
 
     Args:
-        place: namespace, identity and chunk size.
+        place: namespace, identity and chunk size, and the keys with which chunks are encrypted.
         timeout_s: seconds after which a call to the store has failed.
     """
 
     is_store = True
+    encrypts = True
 
     batch_bytes = 8 * 2**20
     """Most payload bytes of one call to the client, unless a single chunk is larger."""
@@ -113,6 +116,7 @@ class StoreTier(Tier):
         # An operator may choose the namespace's name, so the identity is always included.
         digest = Namespace(place.namespace, place.identity).digest
         self._place = f"{place.namespace}/{digest[:DIGEST_LETTERS]}"
+        self._keys = place.keys
         self._chunk_bytes = place.chunk_bytes
         self._timeout = timeout_s
         self._client: StoreClient | None = None
@@ -248,12 +252,10 @@ class StoreTier(Tier):
         records = await self._in_turn(
             self._reading, order, payloads, lambda client: client.get(names, payloads)
         )
-        seed, size = self._seed, self._chunk_bytes
         errors: list[str | None] = []
         for key, record, payload in zip(keys, records, payloads, strict=True):
             if isinstance(record, bytes):
-                good = decode(record, key, size, seed) == digest(payload)
-                errors.append(None if good else WRONG)
+                errors.append(self._fault(key, record, payload))
             else:
                 errors.append(GONE if record is None else record)
             if type(errors[-1]) is not Unread:
@@ -264,14 +266,44 @@ class StoreTier(Tier):
             del self._bad[next(iter(self._bad))]
         return errors
 
+    def _fault(self, key: bytes, record: bytes, payload: memoryview) -> str | None:
+        """What is wrong with a payload that was read, or None; a sealed one is opened in place."""
+        proof = decode(record, key, self._chunk_bytes, self._seed)
+        if proof is None:
+            return WRONG
+        if self._sealer is None:
+            return None if proof == digest(payload) else WRONG
+        if not self._sealer.has_key(key, proof):
+            return NO_KEY if len(proof) == SEAL_BYTES else WRONG
+        return None if self._sealer.open(key, 0, proof, payload) else WRONG
+
     async def _write(
         self, keys: Sequence[bytes], payloads: Sequence[memoryview], order: int
     ) -> list[str | None]:
+        if self._sealer is None:
+            proofs = [digest(payload) for payload in payloads]
+            return await self._put(keys, payloads, proofs, order)
+        size, sealer = self._chunk_bytes, self._sealer
+        memory = sealer.lend(size * len(keys))
+        view = memoryview(memory)
+        sealed = [view[at * size : (at + 1) * size] for at in range(len(keys))]
+        each = zip(keys, payloads, sealed, strict=True)
+        proofs = [sealer.seal(key, 0, payload, target) for key, payload, target in each]
+        # Its end is the end of the client's use of the memory, however it ends.
+        try:
+            return await self._put(keys, sealed, proofs, order)
+        finally:
+            sealer.take_back(memory)
+
+    async def _put(
+        self,
+        keys: Sequence[bytes],
+        payloads: Sequence[memoryview],
+        proofs: Sequence[bytes],
+        order: int,
+    ) -> list[str | None]:
         size, seed = self._chunk_bytes, self._seed
-        records = [
-            encode(key, size, digest(payload), seed)
-            for key, payload in zip(keys, payloads, strict=True)
-        ]
+        records = [encode(key, size, proof, seed) for key, proof in zip(keys, proofs, strict=True)]
         names = self._names(keys)
 
         replaced = False
@@ -362,6 +394,7 @@ class StoreTier(Tier):
         self._epoch = epoch
         self._prefix = f"{self._place}/{epoch}/"
         self._seed = seed_of(self._prefix)
+        self._sealer = None if self._keys is None else Sealer(self._keys, self._prefix)
         # Keys whose values were found invalid, and when.
         self._bad: dict[bytes, float] = {}
 

@@ -123,13 +123,17 @@ class TierView(ABC):
 
     @property
     def surplus(self) -> int:
-        """Number of segments that are to be emptied, as the tier was made smaller."""
+        """Number of segments that are to be emptied."""
         return 0
 
     @property
     def segment_slots(self) -> int:
         """Number of chunks that fit into a segment."""
         raise AssertionError(f"tier {self.name} is not this process's to resize")
+
+    def rewrite(self, segments: Sequence[int]) -> None:
+        """Copy the chunks of these segments to other slots, as a copy has the newest key."""
+        raise AssertionError(f"tier {self.name} is not this process's to rewrite")
 
     def limit_segments(self, most: Sequence[int]) -> None:
         """Set how many segments there may be on each of the tier's devices."""

@@ -12,6 +12,9 @@ A tier that was made smaller empties its surplus segments in the same way, at an
 a budget; where other segments have no room, the coldest chunks are evicted. Chunks of the segment
 that are being read or written meanwhile are waited for: their slots, and the file, stay until then.
 
+Segments that hold what is encrypted with outdated keys are emptied in the same way (`rewrite`), as
+copies are encrypted with the newest keys. Their files are removed, and others grow in their place.
+
 A tier that is not in use can be laid out anew by the same steps (`lay_out`): an
 emptied segment is filled with the chunks that come next in a given order, and
 segments that are empty in the end are removed.
@@ -21,6 +24,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from itertools import pairwise
 
 from kvstore.core.residency.breaker import Breaker
@@ -32,6 +36,9 @@ __all__ = ["Compactor"]
 
 SPARSE = 0.5
 """A segment is worth emptying when at most this share of its slots is in use."""
+
+REWRITES = 32
+"""Moves in a second while segments are rewritten; with moves of 2 MiB, 64 MiB/s."""
 
 FAILURE_PAUSE = 60.0
 """Seconds without compaction after a copy or a removal failed."""
@@ -81,6 +88,8 @@ class Compactor:
         """Chunks of the victim that the tier does not list; None: not known."""
         self._settled: set[int] = set()
         """Segments whose chunks are in order."""
+        self._rewrites: deque[int] = deque()
+        self._rewriting = False
         self._under_way = False
         self._allowance = 0.0
         self._counted: float | None = None
@@ -89,7 +98,7 @@ class Compactor:
     @property
     def idle(self) -> bool:
         """Whether compaction is off and no segment is being emptied."""
-        return not (self._rate or self._slots.surplus) and self._victim < 0
+        return not (self._rate or self._slots.surplus or self._rewrites) and self._victim < 0
 
     @property
     def moving(self) -> bool:
@@ -104,6 +113,15 @@ class Compactor:
     def set_rate(self, chunks_per_second: float) -> None:
         """Set how many chunks may be copied in a second; 0 ends compaction."""
         self._rate = chunks_per_second
+
+    @property
+    def rewrites(self) -> int:
+        """Segments that are still to be rewritten."""
+        return len(self._rewrites)
+
+    def rewrite(self, segments: Iterable[int]) -> None:
+        """Copy the chunks of these segments to other slots, one segment after the other."""
+        self._rewrites = deque(segments)
 
     def lay_out(self, order: Sequence[bytes]) -> None:
         """Put the chunks into this order, and give back every segment that is empty then.
@@ -133,17 +151,24 @@ class Compactor:
         if self._under_way:
             return None
         rate, surplus = self._rate if self._batch else 0.0, self._shrinks
+        while self._rewrites and not self._slots.has(self._rewrites[0]):
+            self._rewrites.popleft()
+        rewrites = bool(self._batch and self._rewrites) and not surplus
+        rate = max(rate, REWRITES * self._batch) if rewrites else rate
         if not (rate or surplus) or self._slots.clearing:
             self._stop()
             return None
         whole = float(self._batch)
         self._allowance = whole if surplus else min(whole, self._allowance + elapsed * rate)
-        if self._victim >= 0 and self._groups is None and self._slots.short and not surplus:
+        short = self._groups is None and self._slots.short and not (surplus or self._rewriting)
+        if self._victim >= 0 and short:
             self._stop()  # The free slots are needed again.
         if not idle or not self._copying.ready(now):
             return None
         if self._victim >= 0:
             move = self._go_on(now)
+        elif rewrites:
+            move, self._rewriting = self._begin(self._rewrites[0]), True
         elif self._groups is None:
             choose = self._slots.surplus_segment
             move = self._begin(choose() if surplus else self._slots.sparse_segment(SPARSE))
@@ -167,6 +192,8 @@ class Compactor:
             return
         elif completion.error is None:
             self._slots.segment_removed(move.segment)
+            with suppress(ValueError):
+                self._rewrites.remove(move.segment)
             self.removed_segments += 1
             self._end()
         if completion.error is not None:
@@ -177,6 +204,7 @@ class Compactor:
         self._end()
         self._under_way = False
         self._groups, self._settled = None, set()
+        self._rewrites.clear()
 
     def _relocated(self, move: Move, completion: Completion, now: float) -> bool:
         """Take in copies; returns whether all chunks that may be intact were copied."""
@@ -249,7 +277,7 @@ class Compactor:
             return self._copy_out(now)
         if not self._emptied:
             if not self._slots.is_empty(self._victim):
-                if self._shrinks:
+                if self._shrinks or self._rewriting:
                     return self._clear_rest()
                 # It still has chunks that the tier did not list, as their records are damaged.
                 self._give_up(now)
@@ -308,9 +336,12 @@ class Compactor:
                 (busy if key in reading else here).append((key, slot))
         self._pending.extend(busy)
         targets = self._slots.take(len(here))
-        if len(targets) < len(here) and self._shrinks:
-            targets += self._evict_for(len(here) - len(targets))
-            here = [(key, slot) for key, slot in here if entries.get(key) == slot]
+        if len(targets) < len(here) and self._rewriting and not self._slots.at_its_end:
+            # The rest waits until the tier has grown.
+            self._pending.extendleft(reversed(here[len(targets) :]))
+            here = here[: len(targets)]
+        if len(targets) < len(here) and (self._shrinks or self._rewriting):
+            here = self._evict_for(here, targets)
             self._slots.give(targets[len(here) :])
             targets = targets[: len(here)]
             # What finds no room now has to wait: all others are in use or pinned.
@@ -327,15 +358,23 @@ class Compactor:
         self._index.begin_reads(keys)
         return self._move(Op.RELOCATE, keys, [slot for _, slot in here], targets)
 
-    def _evict_for(self, count: int) -> list[int]:
-        """Evict chunks until `count` slots outside the victim were taken, as far as possible."""
-        targets: list[int] = []
-        before = -1
-        while len(targets) < count and len(self._index.entries) != before:
-            before = len(self._index.entries)
-            self._evict(count - len(targets))
-            targets += self._slots.take(count - len(targets))
-        return targets
+    def _evict_for(
+        self, here: Sequence[tuple[bytes, int]], targets: list[int]
+    ) -> list[tuple[bytes, int]]:
+        """Evict chunks until `targets` has a slot for each of `here`, as far as possible.
+
+        Returns:
+            Those that have not been evicted themselves.
+        """
+        entries, before = self._index.entries, -1
+        while True:
+            left = [(key, slot) for key, slot in here if entries.get(key) == slot]
+            short = len(left) - len(targets)
+            if short <= 0 or len(entries) == before:
+                return left
+            before = len(entries)
+            self._evict(short)
+            targets += self._slots.take(short)
 
     def _give_up(self, now: float) -> None:
         self._copying.trip(now)
@@ -349,7 +388,7 @@ class Compactor:
     def _end(self) -> None:
         """Forget the victim."""
         self._victim, self._pending, self._filling, self._emptied = -1, None, None, False
-        self._looks, self._unlisted = 0, None
+        self._looks, self._unlisted, self._rewriting = 0, None, False
 
     def _move(
         self,

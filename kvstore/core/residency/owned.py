@@ -214,7 +214,10 @@ class OwnedTier(CopyTarget):
 
     @property
     def surplus(self) -> int:
-        return self.slots.surplus
+        return self.slots.surplus + self.compactor.rewrites
+
+    def rewrite(self, segments: Sequence[int]) -> None:
+        self.compactor.rewrite(segments)
 
     def limit_segments(self, most: Sequence[int]) -> None:
         self.slots.limit(most)

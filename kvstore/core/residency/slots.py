@@ -251,6 +251,10 @@ class Slots:
     def _headroom(self) -> int:
         return max(self.segment_slots // 2, 1) * len(self._stripes)
 
+    def has(self, segment: int) -> bool:
+        """Whether this segment is ready."""
+        return segment in self._segments
+
     def device_of(self, slot: int) -> int:
         """Return the device of a slot."""
         return slot // self.segment_slots % len(self._stripes)

@@ -22,6 +22,7 @@ from tests.tiers.remote.servers import (
     azurite,
     ceph_gateway,
 )
+from tests.tiers.support import some_keys
 
 obstore = pytest.importorskip("obstore")
 
@@ -135,6 +136,14 @@ class TestDirectory(StoreContract):
         self.stop()
         with pytest.raises(ValueError, match="shared"):
             self.new_tier(place)
+
+
+class TestSealedDirectory(TestDirectory):
+    """Chunks that are encrypted before they leave the host."""
+
+    @pytest.fixture
+    def place(self, tmp_path: Path) -> TierPlace:
+        return TierPlace("contract", {"test": "sealed"}, self.chunk_bytes, some_keys(tmp_path))
 
 
 @pytest.mark.parametrize(

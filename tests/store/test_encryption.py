@@ -1,0 +1,243 @@
+"""Encryption over the whole store: disks, shared stores, tools and a forgotten tenant."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import kvstore
+from kvstore import tenant_keys
+from kvstore.errors import ConfigError, KVStoreError
+from kvstore.maintenance.bundle import export_bundle, import_bundle
+from kvstore.maintenance.offline import compact
+from kvstore.maintenance.survey import Progress, survey, verify
+from kvstore.tiers.keys import Secret, id_of, parse_keys, read_keys, write_keys
+from tests.patience import PATIENCE
+from tests.store.support import contents, keys_of, payload, payloads, small
+from tests.tools.support import command
+
+pytestmark = pytest.mark.asyncio
+
+KEYS = keys_of("prompt", 20)
+ALICE, BOB = tenant_keys("alice", KEYS[:10]), tenant_keys("bob", KEYS[:10])
+
+
+@pytest.fixture
+def keys_file(tmp_path: Path) -> Path:
+    path = tmp_path / "keys.toml"
+    for tenant in ("*", "alice", "bob"):
+        assert command("keys", str(path), "--add", tenant).returncode == 0
+    return path
+
+
+def config(path: Path, keys: Path, **more: Any) -> dict[str, Any]:
+    return small(path, rows=32, disk=64, encryption_keys=str(keys), tenants={}, **more)
+
+
+async def fill(path: Path, keys: Path, names: list[bytes]) -> None:
+    async with kvstore.open(config(path, keys)) as store:
+        assert await store.put(names, payloads(names), durable=True) == len(names)
+
+
+async def held(path: Path, keys: Path, names: list[bytes]) -> list[bytes]:
+    """The chunks that are found, which are right."""
+    found = []
+    async with kvstore.open(config(path, keys)) as store:
+        for name in names:
+            got = await contents(store, [name])
+            assert got in ([], [payload(name)])
+            found += [name] * len(got)
+    return found
+
+
+def last(found: Any) -> Progress:
+    (*_, end) = (each for each in found if isinstance(each, Progress))
+    assert isinstance(end, Progress)
+    return end
+
+
+async def test_chunks_come_back_after_a_restart_and_only_with_the_keys(
+    tmp_path: Path, keys_file: Path
+) -> None:
+    path = tmp_path / "kv"
+    await fill(path, keys_file, ALICE + BOB)
+    assert await held(path, keys_file, ALICE + BOB) == ALICE + BOB
+    other = tmp_path / "other.toml"
+    assert command("keys", str(other), "--add", "*").returncode == 0
+    assert await held(path, other, ALICE + BOB) == []
+    # Without encryption it is another namespace.
+    async with kvstore.open(small(path, rows=32, disk=64, tenants={})) as store:
+        assert store.contains(ALICE) == [False] * len(ALICE)
+    assert len(survey(path)) == 2
+
+
+async def test_a_tenant_that_is_forgotten_is_gone_at_once_for_everybody(
+    tmp_path: Path, keys_file: Path
+) -> None:
+    path = tmp_path / "kv"
+    await fill(path, keys_file, ALICE + BOB)
+    began = time.monotonic()
+    done = command("keys", str(keys_file), "--forget", "alice", "--json")
+    assert time.monotonic() - began < PATIENCE
+    assert set(json.loads(done.stdout)) == {"version", "*", "bob"}
+    assert await held(path, keys_file, ALICE + BOB) == BOB
+    raw = b"".join(file.read_bytes() for file in path.rglob("*.safetensors"))
+    for name in ALICE:
+        assert payload(name)[:16] not in raw
+    # What she stores from now on is kept with the key of all others.
+    await fill(path, keys_file, ALICE)
+    assert await held(path, keys_file, ALICE + BOB) == ALICE + BOB
+
+
+async def test_a_running_store_takes_new_keys_and_drops_old_ones(
+    tmp_path: Path, keys_file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("kvstore.tiers.keys.LOOK_SECONDS", 0.01)
+    path = tmp_path / "kv"
+    async with kvstore.open(config(path, keys_file, chunk_bytes=8192)) as store:
+        sizes = 8192
+        first = keys_of("first", 40)
+        mine = tenant_keys("alice", first)
+        assert await store.put(mine[:10], payloads(mine[:10], sizes), durable=True) == 10
+        assert command("keys", str(keys_file), "--add", "alice").returncode == 0
+        await asyncio.sleep(0.1)
+        for start in (10, 20, 30):
+            some = mine[start : start + 10]
+            assert await store.put(some, payloads(some, sizes), durable=True) == 10
+        # The first ones have left host memory: they are read with the older key.
+        assert await contents(store, mine[:5]) == payloads(mine[:5], sizes)
+    (namespace,) = survey(path)
+    ids = {id: 0 for segment in namespace.lanes[0].segments for id in segment.key_ids}
+    assert len(ids) == 2
+
+
+async def test_tools_do_what_they_can_without_keys_and_all_with_them(
+    tmp_path: Path, keys_file: Path
+) -> None:
+    path = tmp_path / "kv"
+    await fill(path, keys_file, ALICE + BOB)
+    end = last(verify(path))
+    assert (end.chunks, end.unchecked) == (20, 20)
+    assert last(verify(path, str(keys_file))).unchecked == 0
+    told = command("verify", str(path)).stdout
+    assert "20 chunks encrypted with keys that are not known" in told
+    assert "20 chunks, " in command("verify", str(path), "--keys", str(keys_file)).stdout
+    shown = command("inspect", str(path)).stdout
+    newest = parse_keys(read_keys(keys_file), "")["alice"][0].id.hex()
+    assert newest in shown
+    assert "aes-256-gcm" in shown
+    one = command("show", str(path), ALICE[0].hex(), "--json")
+    assert json.loads(one.stdout)["whole"] is None
+    assert one.returncode == 0
+    one = command("show", str(path), ALICE[0].hex(), "--json", "--keys", str(keys_file))
+    assert json.loads(one.stdout)["whole"] is True
+    assert command("show", str(path), ALICE[0].hex(), "--dtype", "uint8").returncode == 2
+    (done,) = compact(path)
+    assert done.result is not None
+    assert done.result.dropped == 0
+    assert await held(path, keys_file, ALICE + BOB) == ALICE + BOB
+
+
+async def test_a_changed_chunk_is_a_fault_with_keys_and_not_checked_without(
+    tmp_path: Path, keys_file: Path
+) -> None:
+    path = tmp_path / "kv"
+    await fill(path, keys_file, ALICE)
+    (segment, *_) = survey(path)[0].lanes[0].segments
+    with open(segment.path, "r+b") as file:
+        file.seek(-10, 2)
+        file.seek(4096 + -(-segment.slots * 128 // 4096) * 4096 + 5)
+        byte = file.read(1)
+        file.seek(-1, 1)
+        file.write(bytes([byte[0] ^ 1]))
+    assert not [each for each in verify(path) if not isinstance(each, Progress)]
+    faults = [each for each in verify(path, str(keys_file)) if not isinstance(each, Progress)]
+    assert [str(fault).partition(" slot ")[2] for fault in faults] == [
+        f"0: payload does not match its seal (key {ALICE[-1].hex()})"
+    ] or len(faults) == 1
+
+
+async def test_a_bundle_stays_encrypted_and_is_imported_with_the_keys(
+    tmp_path: Path, keys_file: Path
+) -> None:
+    path, file, there = tmp_path / "kv", tmp_path / "bundle", tmp_path / "there"
+    await fill(path, keys_file, ALICE + BOB)
+    async with kvstore.open(config(path, keys_file)) as store:
+        # Its chunks are of a later epoch than those of the cache that takes them.
+        await store.reset()
+        assert await store.put(ALICE, payloads(ALICE), durable=True) == len(ALICE)
+    assert export_bundle(path, file).chunks == len(ALICE)
+    raw = file.read_bytes()
+    assert not any(payload(name)[:16] in raw for name in ALICE)
+    with pytest.raises(KVStoreError, match="--keys"):
+        import_bundle(file, there)
+    done = command("import", str(file), str(there), "--keys", str(keys_file))
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert await held(there, keys_file, ALICE + BOB) == ALICE
+    stranger = tmp_path / "stranger.toml"
+    assert command("keys", str(stranger), "--add", "*").returncode == 0
+    wrong = import_bundle(file, tmp_path / "elsewhere", keys=str(stranger))
+    assert wrong.stored == 0
+    assert len(wrong.faults) == len(ALICE)
+    plain = tmp_path / "plain"
+    async with kvstore.open(small(plain, disk=64)) as store:
+        await store.put(KEYS[:4], payloads(KEYS[:4]), durable=True)
+    export_bundle(plain, tmp_path / "plain-bundle")
+    with pytest.raises(KVStoreError, match="not encrypted"):
+        import_bundle(tmp_path / "plain-bundle", there, keys=str(keys_file))
+
+
+async def test_hosts_with_the_keys_share_a_store_that_cannot_read_it(
+    tmp_path: Path, keys_file: Path
+) -> None:
+    pytest.importorskip("obstore")
+    shared = tmp_path / "shared"
+    store_tier = {"type": "object", "url": shared.as_uri()}
+
+    def host(keys: Path) -> dict[str, Any]:
+        return {**small(tmp_path / "none"), "tiers": [store_tier], "encryption_keys": str(keys)}
+
+    single = tmp_path / "single.toml"
+    write_keys(single, {"*": parse_keys(read_keys(keys_file), "")["*"]})
+    async with kvstore.open(host(single)) as store:
+        assert await store.put(KEYS[:8], payloads(KEYS[:8]), durable=True) == 8
+    values = [file.read_bytes() for file in shared.rglob("*") if file.is_file()]
+    assert not any(payload(key)[:16] in value for key in KEYS[:8] for value in values)
+    async with kvstore.open(host(single)) as store:
+        assert await store.resolve(KEYS) == 8
+        assert await contents(store, KEYS[:8]) == payloads(KEYS[:8])
+    write_keys(single, {"*": [Secret(id_of(bytes(32)), bytes(32))]})
+    async with kvstore.open(host(single)) as store:
+        assert await contents(store, KEYS[:8]) == []
+
+
+@pytest.mark.parametrize(
+    ("change", "told"),
+    [
+        ({"encryption_keys": "no/such/file"}, "no/such/file"),
+        ({"encryption_keys": ""}, "encryption_keys"),
+        ({"encryption_keys": 3}, "encryption_keys"),
+        ({"encryption_keys": "env:NO_SUCH_KEYS"}, "NO_SUCH_KEYS"),
+    ],
+)
+async def test_keys_that_cannot_be_used_are_refused(
+    tmp_path: Path, change: dict[str, Any], told: str
+) -> None:
+    with pytest.raises(ConfigError, match=told):
+        async with kvstore.open(small(tmp_path / "kv", disk=64, **change)):
+            pass
+
+
+async def test_a_tier_that_does_not_encrypt_is_refused(tmp_path: Path, keys_file: Path) -> None:
+    pytest.importorskip("mooncake.store")
+    single = tmp_path / "single.toml"
+    write_keys(single, {"*": parse_keys(read_keys(keys_file), "")["*"]})
+    settings = {**small(tmp_path / "none"), "encryption_keys": str(single)}
+    with pytest.raises(ConfigError, match="does not encrypt"):
+        async with kvstore.open({**settings, "tiers": [{"type": "mooncake"}]}):
+            pass

@@ -1,0 +1,319 @@
+"""Keys: the secrets with which chunks are encrypted, by tenant and version.
+
+They come from a file, an environment variable or a function (a hook of a key management service).
+In each a tenant's name stands with its keys, the newest first; "*" are the keys of all others. The
+newest key encrypts, the older ones still decrypt. What is taken out is forgotten: nobody can read
+its chunks any more.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import os
+import stat
+import threading
+import time
+import tomllib
+from collections.abc import Callable, Mapping, Sequence
+from hashlib import sha256
+from importlib import import_module
+from pathlib import Path
+from secrets import token_hex
+from typing import Any, NamedTuple
+
+from kvstore.errors import NOT_PARSED, ConfigError
+from kvstore.types import about
+
+__all__ = [
+    "ALL",
+    "ID_BYTES",
+    "KEY_BYTES",
+    "KeyRing",
+    "Secret",
+    "id_of",
+    "parse_keys",
+    "read_keys",
+    "write_keys",
+]
+
+logger = logging.getLogger("kvstore.keys")
+
+KEY_BYTES = 32
+"""Length of a key, of AES-256."""
+
+ID_BYTES = 4
+"""Length of a key's id, by which a chunk names the key that it was encrypted with."""
+
+ALL = "*"
+"""Whose keys are those of everybody who has none of their own."""
+
+LOOK_SECONDS = 1.0
+"""Seconds after which keys in use are looked up again."""
+
+
+class Secret(NamedTuple):
+    """A key and its id."""
+
+    id: bytes
+    material: bytes
+
+
+class KeyRing:
+    """The keys of all tenants, as their source has them now.
+
+    While they are used the source is asked again every second, in a thread of its own: a file only
+    if it has changed. If it cannot be read, or is wrong, the keys stay as they were.
+
+    Args:
+        source: path of a file, ``env:NAME`` of a variable, or ``module:function``.
+        tag_of: returns the tag of a tenant, with which the keys of its chunks begin. Without it
+            there are no tenants.
+
+    Raises:
+        ConfigError: if the source cannot be used.
+    """
+
+    def __init__(self, source: str, tag_of: Callable[[str], bytes] | None = None) -> None:
+        self.source = source
+        self._tag_of = tag_of
+        self._tag_bytes = 0 if tag_of is None else len(tag_of(ALL))
+        self._read = _reader(source)
+        self._looking = threading.Lock()
+        self._complained = False
+        self._due = time.monotonic() + LOOK_SECONDS
+        # Before the keys are read: a change in between is seen by the next look.
+        self._version = self._read.version()
+        self._take(self._read())
+
+    def newest(self, key: bytes) -> Secret:
+        """Return the secret with which the chunk of `key` is to be encrypted."""
+        return self._of(key)[0]
+
+    def find(self, key: bytes, key_id: bytes) -> Secret | None:
+        """Return the secret of this id, if it is one of those for the chunk of `key`."""
+        for secret in self._of(key):
+            if secret.id == key_id:
+                return secret
+        return None
+
+    def ids(self, *, newest: bool = False) -> set[bytes]:
+        """Return the ids of all keys, or of the newest of each tenant."""
+        several = [self._others, *self._by_tag.values()]
+        return {secret.id for its in several for secret in its[: 1 if newest else None]}
+
+    def look(self) -> None:
+        """Take the keys that the source has now. May block."""
+        try:
+            version = self._read.version()
+            if version != self._version or version is None:
+                self._take(self._read())
+                self._version = version
+            self._complained = False
+        # A hook may raise anything.
+        except Exception as error:
+            if not self._complained:
+                logger.warning(
+                    "keys: those from before are kept, as %s cannot be used now: %s",
+                    self.source,
+                    error,
+                    extra=about("keys.unreadable", source=self.source, error=error),
+                )
+            self._complained = True
+
+    def _of(self, key: bytes) -> Sequence[Secret]:
+        if time.monotonic() >= self._due and self._looking.acquire(blocking=False):
+            self._due = time.monotonic() + LOOK_SECONDS
+            try:
+                threading.Thread(target=self._look, name="kvstore-keys", daemon=True).start()
+            except RuntimeError:
+                # No thread can be started now; the next use tries again.
+                self._looking.release()
+        return self._by_tag.get(key[: self._tag_bytes], self._others)
+
+    def _look(self) -> None:
+        try:
+            self.look()
+        finally:
+            self._looking.release()
+
+    def _take(self, found: Mapping[str, Any]) -> None:
+        parsed = parse_keys(found, self.source)
+        named = {name: secrets for name, secrets in parsed.items() if name != ALL}
+        if named and self._tag_of is None:
+            raise ConfigError(
+                f"{self.source}: has keys of {sorted(named)[0]!r}, but the configuration has no "
+                f"tenants: only {ALL!r} may have keys"
+            )
+        tag_of = self._tag_of or str.encode
+        self._by_tag = {tag_of(name): secrets for name, secrets in named.items()}
+        self._others = parsed[ALL]
+
+
+def id_of(material: bytes) -> bytes:
+    """Return the id of a key, which says nothing of the key itself."""
+    return sha256(b"kvstore key id" + material).digest()[:ID_BYTES]
+
+
+def parse_keys(found: object, source: str) -> dict[str, list[Secret]]:
+    """Return the secrets that a table of keys holds: a key or several by tenant, newest first.
+
+    A key is `KEY_BYTES` bytes, or as many in hexadecimal.
+
+    Raises:
+        ConfigError: if it is no such table. The message does not show a key.
+    """
+    if not isinstance(found, Mapping) or not all(isinstance(name, str) for name in found):
+        raise ConfigError(f"{source}: must be a table of keys by name of the tenant")
+    parsed: dict[str, list[Secret]] = {}
+    for name, value in found.items():
+        several = [value] if isinstance(value, (str, bytes)) else value
+        if not isinstance(several, Sequence) or not several:
+            raise ConfigError(f"{source}: {name!r}: must be a key or a list of keys")
+        secrets = [_secret(each, f"{source}: {name!r}") for each in several]
+        if len({secret.id for secret in secrets}) < len(secrets):
+            raise ConfigError(f"{source}: {name!r}: has a key twice")
+        parsed[name] = secrets
+    if ALL not in parsed:
+        raise ConfigError(f"{source}: no keys of {ALL!r}, all that have none of their own")
+    return parsed
+
+
+def _secret(value: object, where: str) -> Secret:
+    material = b""
+    if isinstance(value, bytes):
+        material = value
+    elif isinstance(value, str):
+        with contextlib.suppress(ValueError):
+            material = bytes.fromhex(value)
+    if len(material) != KEY_BYTES:
+        raise ConfigError(
+            f"{where}: a key must be {2 * KEY_BYTES} hexadecimal digits, such as those of "
+            f"openssl rand -hex {KEY_BYTES}"
+        )
+    return Secret(id_of(material), material)
+
+
+class _Reader:
+    """Reads a source of keys."""
+
+    def __init__(self, source: str) -> None:
+        self.source = source
+
+    def version(self) -> object:
+        """Return what differs when the source has changed, or None if that is not known."""
+        return None
+
+    def __call__(self) -> Any:
+        raise NotImplementedError
+
+
+class _File(_Reader):
+    def version(self) -> object:
+        try:
+            found = os.stat(self.source)
+        except OSError as error:
+            raise _unreadable(self.source, error) from error
+        return found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns
+
+    def __call__(self) -> Any:
+        return read_keys(Path(self.source))
+
+
+class _Variable(_Reader):
+    def version(self) -> object:
+        return ""
+
+    def __call__(self) -> Any:
+        name = self.source.removeprefix("env:")
+        try:
+            return tomllib.loads(os.environ[name])
+        except KeyError:
+            raise ConfigError(f"the variable {name} with the keys is not set") from None
+        except NOT_PARSED:
+            raise ConfigError(f"the variable {name} with the keys is not TOML") from None
+
+
+class _Hook(_Reader):
+    def __init__(self, source: str) -> None:
+        super().__init__(source)
+        module, _, name = source.partition(":")
+        try:
+            self._call: Callable[[], Any] = getattr(import_module(module), name)
+        except (ImportError, AttributeError) as error:
+            raise ConfigError(f"{source}: {error}") from error
+
+    def __call__(self) -> Any:
+        return self._call()
+
+
+def _reader(source: str) -> _Reader:
+    if source.startswith("env:"):
+        return _Variable(source)
+    module, _, name = source.partition(":")
+    if name.isidentifier() and all(part.isidentifier() for part in module.split(".")):
+        return _Hook(source)
+    return _File(source)
+
+
+def _unreadable(path: str | Path, error: OSError) -> ConfigError:
+    return ConfigError(f"{path}: the keys cannot be read: {error.strerror}")
+
+
+def write_keys(path: Path, keys: Mapping[str, Sequence[Secret]]) -> None:
+    """Write a file of keys, which appears whole or not at all, for its owner alone.
+
+    Raises:
+        OSError: as the system says.
+    """
+    lines = ["# Keys of kvstore, the newest of each tenant first. Who reads this reads the cache."]
+    for name, secrets in keys.items():
+        its = ", ".join(f'"{secret.material.hex()}"' for secret in secrets)
+        lines.append(f"{json.dumps(name)} = [{its}]")
+    temporary = path.with_name(f".{path.name}.{os.getpid()}-{token_hex(4)}")
+    try:
+        fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+        with os.fdopen(fd, "w") as file:
+            file.write("\n".join(lines) + "\n")
+            file.flush()
+            os.fsync(fd)
+        os.rename(temporary, path)
+        folder = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        try:
+            os.fsync(folder)
+        finally:
+            os.close(folder)
+    finally:
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(temporary)
+
+
+def read_keys(path: Path) -> dict[str, Any]:
+    """Return the table in a file of keys.
+
+    Raises:
+        ConfigError: if it cannot be read, others than its owner and root may read or write it, or
+            it is not TOML.
+    """
+    try:
+        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+        with os.fdopen(fd, "rb") as file:
+            found = os.fstat(fd)
+            if not stat.S_ISREG(found.st_mode):
+                raise ConfigError(f"{path}: not a regular file")
+            if found.st_uid not in (0, os.geteuid()):
+                raise ConfigError(f"{path}: belongs to user {found.st_uid}: chown it")
+            if found.st_mode & 0o077:
+                mode = stat.S_IMODE(found.st_mode)
+                raise ConfigError(
+                    f"{path}: others may use the keys (mode {mode:04o}): chmod go= {path}"
+                )
+            text = file.read()
+    except OSError as error:
+        raise _unreadable(path, error) from error
+    try:
+        return tomllib.loads(text.decode())
+    except NOT_PARSED:
+        # What the parser says may show a key.
+        raise ConfigError(f"{path}: not TOML") from None

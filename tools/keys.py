@@ -1,0 +1,57 @@
+"""``kvstore keys``: the file of keys that chunks are encrypted with."""
+
+from __future__ import annotations
+
+import argparse
+from secrets import token_bytes
+
+from kvstore.errors import ConfigError, KVStoreError
+from kvstore.tiers.keys import ALL, KEY_BYTES, Secret, id_of, parse_keys, read_keys, write_keys
+from kvstore.tools.output import print_json, print_table
+
+__all__ = ["run_keys"]
+
+
+def run_keys(options: argparse.Namespace) -> int:
+    """List the ids of keys, or make or forget keys first. Keys themselves are never shown.
+
+    Raises:
+        KVStoreError: if the file cannot be used, or has no keys of that tenant.
+        OSError: if it cannot be written.
+    """
+    keys = _read(options)
+    if options.add is not None:
+        keys.setdefault(options.add, []).insert(0, _new())
+        keys.setdefault(ALL, [_new()])
+    for tenant in (options.retire, options.forget):
+        if tenant is not None and tenant not in keys:
+            raise KVStoreError(f"{options.file} has no keys of {tenant!r}")
+    if options.retire is not None:
+        del keys[options.retire][1:]
+    if options.forget == ALL:
+        raise KVStoreError(f"{ALL!r} must have a key: add one, and then retire the others")
+    if options.forget is not None:
+        del keys[options.forget]
+    if any(each is not None for each in (options.add, options.retire, options.forget)):
+        write_keys(options.file, keys)
+    ids = {tenant: [secret.id.hex() for secret in its] for tenant, its in keys.items()}
+    if options.json:
+        print_json(ids)
+    else:
+        rows = [[name, its[0], ", ".join(its[1:]) or "-"] for name, its in ids.items()]
+        print_table(["tenant", "newest key", "older keys"], rows)
+    return 0
+
+
+def _new() -> Secret:
+    material = token_bytes(KEY_BYTES)
+    return Secret(id_of(material), material)
+
+
+def _read(options: argparse.Namespace) -> dict[str, list[Secret]]:
+    if options.add is not None and not options.file.exists():
+        return {}
+    found = read_keys(options.file)
+    if not found:
+        raise ConfigError(f"{options.file}: holds no keys")
+    return parse_keys(found, str(options.file))
