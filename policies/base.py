@@ -152,7 +152,10 @@ class EvictionPolicy(ABC):
         return ()
 
     def reach(self, keys: Sequence[bytes]) -> int:
-        """Return how many of the keys of one prompt may be resident together, as things are."""
+        """Return how many of the keys of one prompt may be resident together, as things are.
+
+        More than there are, if there is room for more that follow.
+        """
         return self.capacity
 
     def owner_of(self, key: bytes) -> int:

@@ -23,6 +23,7 @@ from __future__ import annotations
 import math
 import sys
 import time
+from bisect import bisect_left
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from hashlib import blake2b
@@ -51,6 +52,9 @@ TAG_BYTES = 8
 
 MOST_PLANS = 4
 """How often a search for chunks is planned anew because a partition had fewer than it seemed."""
+
+MOST_COUNTED = 64
+"""Keys of which each is looked at, to find how many of them there is room for."""
 
 OTHERS = "others"
 """What all tenants that have no name of their own in `Shares` are called in statistics."""
@@ -209,8 +213,25 @@ class Tenants(EvictionPolicy):
         return [each.policy for each in self.partitions]
 
     def reach(self, keys: Sequence[bytes]) -> int:
-        # What is public comes first.
-        return sum(map(self._reach, {self._partition(key) for key in (*keys[:1], *keys[-1:])}))
+        count = len(keys)
+        if count > MOST_COUNTED:
+            # What is public comes first, and the rest is of one tenant.
+            first = self.places.of(keys[0])
+            public = bisect_left(keys, True, key=lambda key: self.places.of(key) != first)
+            of_first = self._reach(self.partitions[first])
+            if public == count or of_first < public:
+                return of_first
+            return public + self._reach(self._partition(keys[-1]))
+        left: dict[_Partition, int] = {}
+        for reached, key in enumerate(keys):
+            partition = self._partition(key)
+            if partition not in left:
+                left[partition] = self._reach(partition)
+            if not left[partition]:
+                return reached
+            left[partition] -= 1
+        # What follows would be of the last one.
+        return count + left[self._partition(keys[-1])]
 
     def _reach(self, asker: _Partition) -> int:
         sizes = {each: len(each.policy) for each in self.partitions}

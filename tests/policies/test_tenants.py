@@ -193,8 +193,17 @@ def test_how_far_a_prompt_reaches_is_what_it_can_get() -> None:
     reach = cache.policy.reach(cache.keys("b", 1))
     cache.flood("b", each=7)
     assert cache.has("b") == reach
-    both = [*cache.keys("c", 1), *cache.keys("b", 1)]
-    assert cache.policy.reach(both) == sum(cache.policy.reach([key]) for key in both)
+    limit = cache.policy.reach(cache.keys("c", 1))
+    for public in (1, limit, limit + 1, 70):
+        for own in (1, 200):
+            both = [*cache.keys("c", public), *cache.keys("b", own)]
+            # What is public has a limit, too; what follows counts against its owner alone.
+            expected = limit if public > limit else public + reach
+            assert cache.policy.reach(both) == expected
+    mixed = [
+        key for pair in zip(cache.keys("c", 30), cache.keys("b", 30), strict=True) for key in pair
+    ]
+    assert cache.policy.reach(mixed) == 2 * min(limit, reach)
 
 
 def test_in_one_batch_each_pays_for_its_own() -> None:
