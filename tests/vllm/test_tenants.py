@@ -1,4 +1,7 @@
-"""Tenants of a real engine: whose chunks a request finds, and what a flood leaves."""
+"""Tenants of a real engine: whose chunks a request finds, and what a flood leaves.
+
+Each has a key of its own on disk; one is forgotten in the end.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from kvstore.tools.cli import main
 from tests.vllm.engines import ONE_PROCESS, Run, run_engine
 from tests.vllm.parts import make_spec
 
@@ -28,6 +32,9 @@ def serve(folder: Path, rounds: list[dict[str, Any]]) -> Run:
     """Host memory has room for four prompts, the disk for eight."""
     capacity = 8 * CHUNKS * CHUNK + 2**20
     tier = {"type": "disk", "path": str(folder / "cache"), "capacity_bytes": capacity}
+    keys = folder / "keys.toml"
+    if not keys.exists():
+        assert all(main(["keys", str(keys), "--add", name]) == 0 for name in ("alice", "mallory"))
     return run_engine(
         folder,
         {
@@ -37,6 +44,7 @@ def serve(folder: Path, rounds: list[dict[str, Any]]) -> Run:
                 "eviction_policy": "lru",
                 "tiers": [{**tier, "segment_bytes": "8MiB"}],
                 "tenants": {"alice": {"guaranteed": 0.3}, "mallory": {}},
+                "encryption_keys": str(keys),
             },
             "max_tokens": 4,
             "rounds": rounds,
@@ -88,6 +96,27 @@ def second(folder: Path, first: Run) -> Run:
             of("eve", "eve", FIRST),
         ],
     )
+
+
+@pytest.fixture(scope="module")
+def third(folder: Path, second: Run) -> Run:
+    """After alice was forgotten."""
+    assert main(["keys", str(folder / "keys.toml"), "--forget", "alice"]) == 0
+    return serve(
+        folder,
+        [
+            of("mallory", "mallory", [[27, LENGTH]]),
+            of("alice", "alice", FIRST),
+            of("alice", "alice again", FIRST),
+        ],
+    )
+
+
+def test_whose_key_is_forgotten_has_nothing_on_disk_any_more(second: Run, third: Run) -> None:
+    assert third.rounds["mallory"].cached == [LENGTH]
+    assert third.rounds["alice"].cached == [0]
+    assert third.rounds["alice again"].cached == [LENGTH]
+    assert third.rounds["alice"].tokens == second.rounds["alice"].tokens
 
 
 def test_only_its_own_tenant_finds_a_chunk(first: Run) -> None:

@@ -78,11 +78,13 @@ def test_tokens_are_those_without_offload_whatever_makes_requests_start_over(
 ) -> None:
     same = ["--model", model, "--engine", json.dumps(engine)]
     shutil.copytree(right(model), tmp_path, dirs_exist_ok=True)
-    said = turmoil(tmp_path, [*same, "--episodes", "8", "--seed", "5"], environment, 1)
+    # Two workers that share two cores take many times as long, and copy late.
+    episodes, resets = ("4", "resets") if environment else ("8", "resets amid copies")
+    said = turmoil(tmp_path, [*same, "--episodes", episodes, "--seed", "5"], environment, 1)
     found = json.loads(next(line for line in said.splitlines() if line.startswith("{")))
     assert found["wrong"] == 0
     assert found["compared"] > 5 * found["completed"], "tokens; the rest comes after ties"
-    for what in ("preempted", "aborted while loading", "resets amid copies", "sleeps"):
+    for what in ("preempted", "aborted while loading", resets, "sleeps"):
         assert found.get(what, 0) > 0, f"never {what}: {found}"
     # Two workers leave the disk's writes so little of two cores that they may come too late.
     for medium in ("host",) if environment else ("host", "disk"):
