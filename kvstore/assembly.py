@@ -40,6 +40,7 @@ __all__ = [
     "ColdestFirst",
     "assemble",
     "build",
+    "key_ring",
     "namespace_of",
     "open_tiers",
     "recency_of",
@@ -228,6 +229,13 @@ def namespace_of(
     return Namespace.of(label, whole)
 
 
+def key_ring(config: Config) -> KeyRing | None:
+    """Return the keys that tiers are encrypted with, if they are; a ConfigError if that fails."""
+    if config.encryption_keys is None:
+        return None
+    return KeyRing(config.encryption_keys, None if config.tenants is None else tag_of)
+
+
 def open_tiers(
     config: Config,
     region: PinnedRegion,
@@ -246,9 +254,8 @@ def open_tiers(
     in_flight = max(1, min(region.rows, config.write_queue_bytes // region.row_bytes))
     views: list[TierView] = []
     parts: list[str] = []
-    keys = None
-    if config.tiers and config.encryption_keys is not None:
-        keys = KeyRing(config.encryption_keys, None if config.tenants is None else tag_of)
+    keys = key_ring(config) if config.tiers else None
+    if keys is not None:
         parts.append(f"tiers are encrypted with keys of {keys.source}")
     place = TierPlace(namespace.name, namespace.identity, chunk_bytes, keys)
     for tier_config in config.tiers:

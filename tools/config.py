@@ -13,7 +13,7 @@ from typing import Any
 
 import attrs
 
-from kvstore.assembly import rows_for, spans_of
+from kvstore.assembly import key_ring, rows_for, spans_of
 from kvstore.config import Config, DiskConfig, TierConfig, read_environment, read_toml
 from kvstore.config.describe import Key, json_schema, keys_of, reference, sample, shown_value
 from kvstore.config.values import without_passwords
@@ -25,6 +25,7 @@ from kvstore.tiers.disk.format import Geometry
 from kvstore.tiers.disk.namespace import Namespace
 from kvstore.tiers.disk.trust import Trust, open_folder
 from kvstore.tiers.pinned import round_to_page
+from kvstore.tiers.sealing import Sealer
 from kvstore.tools.output import print_json, print_table
 from kvstore.types import TierPlace
 
@@ -254,9 +255,15 @@ def _check_control(config: Config) -> None:
         raise ConfigError(str(error)) from error
 
 
+def _check_keys(config: Config) -> None:
+    if (keys := key_ring(config)) is not None:
+        Sealer(keys, "")
+
+
 _WHEN_OPENED: dict[str, Callable[[Config], object]] = {
     "control": _check_control,
     "control_token_file": _check_control,
+    "encryption_keys": _check_keys,
     "spans": lambda config: spans_of(config, [], lambda: None, 1),
     "namespace": lambda config: Namespace(str(config.namespace), {}).check_name(),
 }
@@ -268,7 +275,8 @@ def _not_created(tier: TierConfig, config: Config) -> str:
     if str(tier.parameters.get("url", "")).startswith("file:"):
         return ""
     try:
-        create_tier(tier.type, TierPlace("check", {}, config.chunk_bytes or 1), tier.parameters)
+        place = TierPlace("check", {}, config.chunk_bytes or 1, key_ring(config))
+        create_tier(tier.type, place, tier.parameters)
     except ValueError as error:
         return str(error)
     return ""

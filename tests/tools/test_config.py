@@ -126,6 +126,8 @@ def test_names_that_vllm_would_not_find_are_refused(
          "WRONG control_token_file: control_token_file = '/nowhere'"),
         ({"namespace": '"x/y"'}, "WRONG namespace: namespace name 'x/y': allowed are"),
         ({"tiers": '[{type = "redis", url = "nothing"}]'}, "WRONG tiers[0].type: url"),
+        ({"encryption_keys": '"/nowhere"'}, "WRONG encryption_keys: /nowhere: the keys cannot be"),
+        ({"encryption_keys": '"env:NO_KEYS"'}, "WRONG encryption_keys: the variable NO_KEYS"),
     ],
 )  # fmt: skip
 def test_what_will_fail_is_told_before_it_does(
