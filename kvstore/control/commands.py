@@ -16,7 +16,7 @@ from functools import partial
 from typing import Any
 
 from kvstore.config import Config, check_size
-from kvstore.control.jobs import ACTIONS, Act, Action, Changing, Job, Reset, places
+from kvstore.control.jobs import ACTIONS, Act, Action, Changing, Job, Reencrypt, Reset, places
 from kvstore.core import Core
 from kvstore.errors import ConfigError, KVStoreError
 from kvstore.plugins import Choice, build_policy, check_policy
@@ -174,7 +174,7 @@ class Commands:
             if dry:
                 counts = {number: len(segments) for number, segments in outdated.items()}
                 return self._dry(command, {"segments": counts})
-            return await self._begin(command, Changing(partial(_rewrite, outdated)), [])
+            return await self._begin(command, Reencrypt(outdated), [])
         changes = self._changes(given)
         if dry:
             return self._dry(command, {"would_change": [text for text, _ in changes]})
@@ -399,11 +399,6 @@ def _check_fields(command: str, given: Mapping[str, Any]) -> None:
     for name in ("host", "cold"):
         if name in given and not isinstance(given[name], bool):
             raise ConfigError(f"{command}: {name} must be true or false")
-
-
-def _rewrite(segments: Mapping[int, list[int]], core: Core) -> None:
-    for tier, its in segments.items():
-        core.rewrite(tier, its)
 
 
 def _check_table(where: str, given: Mapping[str, Any], allowed: Sequence[str]) -> None:

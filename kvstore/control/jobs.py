@@ -20,7 +20,17 @@ from kvstore.core import Core
 from kvstore.errors import KVStoreError
 from kvstore.types import about
 
-__all__ = ["ACTIONS", "Act", "Action", "Changing", "Demote", "Job", "Prefetch", "Reset"]
+__all__ = [
+    "ACTIONS",
+    "Act",
+    "Action",
+    "Changing",
+    "Demote",
+    "Job",
+    "Prefetch",
+    "Reencrypt",
+    "Reset",
+]
 
 logger = logging.getLogger("kvstore")
 
@@ -260,6 +270,28 @@ class Changing(Action):
 
     def ended(self, core: Core) -> bool:
         return not core.changing
+
+
+class Reencrypt(Action):
+    """Copy the chunks of segments, so that they are encrypted with the newest keys.
+
+    Args:
+        segments: those of each tier, by its number.
+    """
+
+    def __init__(self, segments: Mapping[int, Sequence[int]]) -> None:
+        self._segments = segments
+
+    def begin(self, core: Core, keys: list[bytes], now: float) -> None:
+        for tier, its in self._segments.items():
+            core.rewrite(tier, its)
+
+    def ended(self, core: Core) -> bool:
+        return not core.changing
+
+    def cancel(self, core: Core) -> None:
+        for tier in self._segments:
+            core.rewrite(tier, ())
 
 
 class _Over(Action):

@@ -382,3 +382,16 @@ def test_a_segment_that_is_gone_is_not_rewritten_and_a_reset_ends_it() -> None:
     rig.step(0.1)
     rig.core.reset()
     assert rig.owned().compactor.rewrites == 0
+
+
+def test_what_is_not_to_be_rewritten_any_more_stays() -> None:
+    rig = sparse(rate=0.0, live=5)
+    tier = rig.owned()
+    tier.rewrite([0, 1, 2, 3])
+    compact(rig, 3)
+    tier.rewrite([])
+    compact(rig)
+    assert rig.core.changing == 0
+    # The one that was begun may have been finished.
+    assert tier.slots.segments >= 3
+    assert len(tier.entries) == 4 * 5
