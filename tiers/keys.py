@@ -80,7 +80,7 @@ class KeyRing:
         self._tag_of = tag_of
         self._tag_bytes = 0 if tag_of is None else len(tag_of(ALL))
         self._read = _reader(source)
-        self._looking = threading.Lock()
+        self._looking, self._reading = threading.Lock(), threading.Lock()
         self._complained = False
         self._due = time.monotonic() + LOOK_SECONDS
         # Before the keys are read: a change in between is seen by the next look.
@@ -92,11 +92,19 @@ class KeyRing:
         return self._of(key)[0]
 
     def find(self, key: bytes, key_id: bytes) -> Secret | None:
-        """Return the secret of this id, if it is one of those for the chunk of `key`."""
-        for secret in self._of(key):
+        """Return the secret of this id, if it is one of those for the chunk of `key`.
+
+        What a tenant has stored before it had keys of its own is under those of all others.
+        """
+        for secret in (*self._of(key), *self._others):
             if secret.id == key_id:
                 return secret
         return None
+
+    @property
+    def by_tenant(self) -> bool:
+        """Whether a tenant has keys of its own."""
+        return bool(self._by_tag)
 
     def ids(self, *, newest: bool = False) -> set[bytes]:
         """Return the ids of all keys, or of the newest of each tenant."""
@@ -104,15 +112,23 @@ class KeyRing:
         return {secret.id for its in several for secret in its[: 1 if newest else None]}
 
     def look(self) -> None:
-        """Take the keys that the source has now. May block."""
-        try:
+        """Take the keys that the source has now. May block.
+
+        Raises:
+            ConfigError: if it cannot be used; the keys stay as they were.
+        """
+        # One after the other, or what was read first could be taken last.
+        with self._reading:
             version = self._read.version()
             if version != self._version or version is None:
                 self._take(self._read())
                 self._version = version
             self._complained = False
-        # A hook may raise anything.
-        except Exception as error:
+
+    def _look(self) -> None:
+        try:
+            self.look()
+        except ConfigError as error:
             if not self._complained:
                 logger.warning(
                     "keys: those from before are kept, as %s cannot be used now: %s",
@@ -121,6 +137,8 @@ class KeyRing:
                     extra=about("keys.unreadable", source=self.source, error=error),
                 )
             self._complained = True
+        finally:
+            self._looking.release()
 
     def _of(self, key: bytes) -> Sequence[Secret]:
         if time.monotonic() >= self._due and self._looking.acquire(blocking=False):
@@ -131,12 +149,6 @@ class KeyRing:
                 # No thread can be started now; the next use tries again.
                 self._looking.release()
         return self._by_tag.get(key[: self._tag_bytes], self._others)
-
-    def _look(self) -> None:
-        try:
-            self.look()
-        finally:
-            self._looking.release()
 
     def _take(self, found: Mapping[str, Any]) -> None:
         parsed = parse_keys(found, self.source)
@@ -168,6 +180,8 @@ def parse_keys(found: object, source: str) -> dict[str, list[Secret]]:
         raise ConfigError(f"{source}: must be a table of keys by name of the tenant")
     parsed: dict[str, list[Secret]] = {}
     for name, value in found.items():
+        if _is_key(name):
+            raise ConfigError(f"{source}: a key stands where the name of a tenant belongs")
         several = [value] if isinstance(value, (str, bytes)) else value
         if not isinstance(several, Sequence) or not several:
             raise ConfigError(f"{source}: {name!r}: must be a key or a list of keys")
@@ -177,7 +191,20 @@ def parse_keys(found: object, source: str) -> dict[str, list[Secret]]:
         parsed[name] = secrets
     if ALL not in parsed:
         raise ConfigError(f"{source}: no keys of {ALL!r}, all that have none of their own")
+    owners: dict[bytes, str] = {}
+    for name, secrets in parsed.items():
+        for secret in secrets:
+            other = owners.setdefault(secret.id, name)
+            if other != name:
+                raise ConfigError(
+                    f"{source}: {other!r} and {name!r} have a key in common, which could not be "
+                    "forgotten for one of them"
+                )
     return parsed
+
+
+def _is_key(text: str) -> bool:
+    return len(text) == 2 * KEY_BYTES and set(text.lower()) <= set("0123456789abcdef")
 
 
 def _secret(value: object, where: str) -> Secret:
@@ -245,12 +272,18 @@ class _Hook(_Reader):
             raise ConfigError(f"{source}: {error}") from error
 
     def __call__(self) -> Any:
-        return self._call()
+        try:
+            return self._call()
+        # It may raise anything, and say what is nobody's business.
+        except Exception as error:
+            raise ConfigError(f"{self.source}: raised {type(error).__name__}") from error
 
 
 def _reader(source: str) -> _Reader:
     if source.startswith("env:"):
         return _Variable(source)
+    if _is_key(source):
+        raise ConfigError("encryption_keys: must say where keys are, and is a key itself")
     module, _, name = source.partition(":")
     if name.isidentifier() and all(part.isidentifier() for part in module.split(".")):
         return _Hook(source)
@@ -264,6 +297,8 @@ def _unreadable(path: str | Path, error: OSError) -> ConfigError:
 def write_keys(path: Path, keys: Mapping[str, Sequence[Secret]]) -> None:
     """Write a file of keys, which appears whole or not at all, for its owner alone.
 
+    One that is there keeps its owner and mode; behind a symbolic link, the file itself is replaced.
+
     Raises:
         OSError: as the system says.
     """
@@ -271,10 +306,16 @@ def write_keys(path: Path, keys: Mapping[str, Sequence[Secret]]) -> None:
     for name, secrets in keys.items():
         its = ", ".join(f'"{secret.material.hex()}"' for secret in secrets)
         lines.append(f"{json.dumps(name)} = [{its}]")
+    path = path.resolve()
     temporary = path.with_name(f".{path.name}.{os.getpid()}-{token_hex(4)}")
     try:
         fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
         with os.fdopen(fd, "w") as file:
+            with contextlib.suppress(FileNotFoundError):
+                before = path.stat()
+                if (before.st_uid, before.st_gid) != (os.geteuid(), os.getegid()):
+                    os.fchown(fd, before.st_uid, before.st_gid)
+                os.fchmod(fd, stat.S_IMODE(before.st_mode))
             file.write("\n".join(lines) + "\n")
             file.flush()
             os.fsync(fd)
@@ -289,12 +330,17 @@ def write_keys(path: Path, keys: Mapping[str, Sequence[Secret]]) -> None:
             os.unlink(temporary)
 
 
-def read_keys(path: Path) -> dict[str, Any]:
+def read_keys(path: Path, *, anybodys: bool = False) -> dict[str, Any]:
     """Return the table in a file of keys.
 
+    Only its owner may read and write it. If that is root, its group may read it, too: that is how
+    secrets are mounted.
+
+    Args:
+        anybodys: whether it may belong to another user than this process's and root.
+
     Raises:
-        ConfigError: if it cannot be read, others than its owner and root may read or write it, or
-            it is not TOML.
+        ConfigError: if it cannot be read, others may read or write it, or it is not TOML.
     """
     try:
         fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
@@ -302,9 +348,9 @@ def read_keys(path: Path) -> dict[str, Any]:
             found = os.fstat(fd)
             if not stat.S_ISREG(found.st_mode):
                 raise ConfigError(f"{path}: not a regular file")
-            if found.st_uid not in (0, os.geteuid()):
+            if found.st_uid not in (0, os.geteuid()) and not anybodys:
                 raise ConfigError(f"{path}: belongs to user {found.st_uid}: chown it")
-            if found.st_mode & 0o077:
+            if found.st_mode & (0o077 if found.st_uid else 0o037):
                 mode = stat.S_IMODE(found.st_mode)
                 raise ConfigError(
                     f"{path}: others may use the keys (mode {mode:04o}): chmod go= {path}"
@@ -313,7 +359,7 @@ def read_keys(path: Path) -> dict[str, Any]:
     except OSError as error:
         raise _unreadable(path, error) from error
     try:
-        return tomllib.loads(text.decode())
+        return tomllib.loads(text.decode("utf-8-sig"))
     except NOT_PARSED:
         # What the parser says may show a key.
         raise ConfigError(f"{path}: not TOML") from None

@@ -16,6 +16,7 @@ import hmac
 import mmap
 import os
 import threading
+from collections.abc import Mapping
 from hashlib import sha256
 from typing import Any
 
@@ -29,7 +30,7 @@ try:
 except ImportError:  # pragma: no cover
     Cipher = None  # type: ignore[assignment,misc]
 
-__all__ = ["CIPHER", "NONCE_BYTES", "SEAL_BYTES", "TAG_BYTES", "Sealer"]
+__all__ = ["CIPHER", "NONCE_BYTES", "SEAL_BYTES", "TAG_BYTES", "Sealer", "is_sealed"]
 
 CIPHER = "aes-256-gcm"
 """What the identity of an encrypted namespace says."""
@@ -42,6 +43,11 @@ PIECE_BYTES = 2**30
 """Most bytes of one call of the cipher."""
 
 _LABEL = b"kvstore chunk key 1"
+
+
+def is_sealed(identity: Mapping[str, Any]) -> bool:
+    """Return whether the chunks of a namespace of this identity are sealed."""
+    return bool(identity.get("encryption") == CIPHER)
 
 
 class Sealer:
@@ -79,9 +85,10 @@ class Sealer:
         """Whether the key is known with which the chunk was sealed."""
         return self._keys.find(key, seal[TAG_BYTES : TAG_BYTES + ID_BYTES]) is not None
 
-    def look(self) -> None:
-        """Take the keys that their source has now. May block."""
-        self._keys.look()
+    @property
+    def keys(self) -> KeyRing:
+        """The keys of the tenants."""
+        return self._keys
 
     def key_ids(self, *, newest: bool = False) -> set[bytes]:
         """Return the ids of all keys that are known, or of those that seal now."""

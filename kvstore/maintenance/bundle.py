@@ -32,7 +32,7 @@ from kvstore.tiers.disk.index import read_index
 from kvstore.tiers.disk.io.base import read_bytes
 from kvstore.tiers.disk.namespace import Namespace, read_namespace
 from kvstore.tiers.pinned import round_to_page
-from kvstore.tiers.sealing import Sealer
+from kvstore.tiers.sealing import Sealer, is_sealed
 from kvstore.types import check_key
 
 __all__ = [
@@ -122,6 +122,7 @@ def the_namespace(path: str | os.PathLike[str]) -> NamespaceSurvey:
         described = read_namespace(Path(namespace.path))
         # The survey could not read it, and it can be read by now.
         namespace.identity, namespace.digest = described["identity"], described["digest"]
+        namespace.sealed = is_sealed(namespace.identity)
     return namespace
 
 
@@ -147,6 +148,8 @@ def places_of(
                 continue  # A running server removed it, or the survey has told the fault.
             if header.namespace != namespace.digest:
                 continue  # A stray file, perhaps of another model: no server takes it either.
+            if header.geometry.sealed != namespace.sealed:
+                continue  # Nor one that is not encrypted, where the namespace is.
             live = live.of_epoch(namespace.epoch)
             geometry = header.geometry
             keys = live.keys()
@@ -431,7 +434,7 @@ def _files_at(path: str | os.PathLike[str]) -> list[int]:
 def _config(
     bundle: _Bundle, path: str | os.PathLike[str], capacity_bytes: int | None, keys: str | None
 ) -> Config:
-    if ("encryption" in bundle.identity) != (keys is not None):
+    if is_sealed(bundle.identity) != (keys is not None):
         raise KVStoreError(
             "the chunks of the bundle are not encrypted: leave the keys out"
             if keys is not None
@@ -446,7 +449,7 @@ def _config(
         held = _files_at(path)
         room = (-(-len(bundle.places) // slots) + 1) * segment_bytes
         capacity_bytes = sum(held) + max(room, *held, 0)
-    own = ("chunk_bytes", "slot_bytes", "encryption")
+    own = ("chunk_bytes", "slot_bytes", *(("encryption",) if keys is not None else ()))
     return Config(
         cpu_bytes_to_use=max(HOST_BYTES, 2 * slot_bytes),
         chunk_bytes=bundle.chunk_bytes,
@@ -484,6 +487,8 @@ def _read_header(fd: int, file: Path) -> _Bundle:
         for name, each in entries.items():
             key, offset = check_key(bytes.fromhex(name)), 8 + room + int(each["data_offsets"][0])
             places[key] = (offset, Proof(key, epoch, bytes.fromhex(digests[name])))
+            if places[key][1].sealed != is_sealed(identity):
+                raise wrong(f"chunk {name} is encrypted, or not, other than it says of itself")
         segment_bytes = int(told["segment_bytes"])
         return _Bundle(str(told["namespace"]), identity, sizes.pop(), segment_bytes, places)
     except KVStoreError:

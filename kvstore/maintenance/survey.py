@@ -24,7 +24,7 @@ from kvstore.tiers.disk.index import read_index
 from kvstore.tiers.disk.lane import LOCK_NAME, lane_folders, lane_owner
 from kvstore.tiers.disk.namespace import FILE_NAME, read_namespace
 from kvstore.tiers.disk.segment import is_probe, segment_files
-from kvstore.tiers.sealing import Sealer
+from kvstore.tiers.sealing import Sealer, is_sealed
 
 __all__ = [
     "Fault",
@@ -98,7 +98,7 @@ class NamespaceSurvey:
 
     `epochs` are those in which somebody is: the newest, in which who opens it next will be, and
     older ones of processes that were not reset since. `lost` is the fault of a file `epoch` that
-    is older than chunks are.
+    is older than chunks are. `sealed` says whether its chunks are encrypted.
     """
 
     name: str
@@ -108,6 +108,7 @@ class NamespaceSurvey:
     epochs: list[int] = field(default_factory=list)
     digest: str | None = None
     lost: Fault | None = None
+    sealed: bool = False
     lanes: list[LaneSurvey] = field(default_factory=list)
     faults: list[Fault] = field(default_factory=list)
 
@@ -223,6 +224,7 @@ def _namespace(folder: Path) -> NamespaceSurvey:
     try:
         described = read_namespace(folder)
         found.identity, found.digest = described["identity"], described["digest"]
+        found.sealed = is_sealed(found.identity)
     except KVStoreError as error:
         found.faults.append(Fault.of(folder / FILE_NAME, error))
     try:
@@ -294,7 +296,7 @@ def _lane(lane: LaneSurvey, namespace: NamespaceSurvey) -> list[Fault]:
     faults: list[Fault] = []
     for path in paths:
         try:
-            segment, its_faults = _segment(path, namespace.digest, namespace.epochs)
+            segment, its_faults = _segment(path, namespace)
         except FileNotFoundError:
             continue  # A running server removed it meanwhile.
         except (ForeignFileError, OSError) as error:
@@ -319,13 +321,13 @@ def _other_bytes(folder: Path, segments: set[str]) -> int:
     return size
 
 
-def _segment(
-    path: Path, namespace: str | None, epochs: Collection[int]
-) -> tuple[SegmentSurvey, list[Fault]]:
+def _segment(path: Path, namespace: NamespaceSurvey) -> tuple[SegmentSurvey, list[Fault]]:
     header, live, size = read_index(path)
-    geometry = header.geometry
-    if namespace is not None and header.namespace != namespace:
+    geometry, epochs = header.geometry, namespace.epochs
+    if namespace.digest is not None and header.namespace != namespace.digest:
         raise ForeignFileError("belongs to another namespace")
+    if namespace.digest is not None and geometry.sealed != namespace.sealed:
+        raise ForeignFileError("is encrypted, or not, other than its namespace")
     faults: list[Fault] = []
     if size < geometry.file_bytes:
         faults.append(Fault.cut_short(path, size, geometry.file_bytes))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import threading
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
@@ -18,10 +19,10 @@ from kvstore.control.commands import MOST_RUNNING
 from kvstore.errors import ConfigError
 from kvstore.maintenance.survey import survey
 from kvstore.tiers.disk import DiskTier
-from kvstore.tiers.keys import parse_keys, read_keys
+from kvstore.tiers.keys import KeyRing, parse_keys, read_keys
 from kvstore.tools.cli import main
 from tests.control.test_server import at_path
-from tests.patience import until_async
+from tests.patience import PATIENCE, until_async
 from tests.store.support import CHUNK, keys_of, payload, payloads, small
 
 A, B = keys_of("a", 4), keys_of("b", 4)
@@ -428,11 +429,33 @@ async def test_where_no_thread_can_be_started_nothing_is_encrypted_anew(
     file = tmp_path / "keys.toml"
     assert main(["keys", str(file), "--add", "*"]) == 0
 
-    def refuses(*_: Any) -> None:
+    def refuses(_: threading.Thread) -> None:
         raise RuntimeError("can't start new thread")
 
     async with at_path(tmp_path, disk=64, encryption_keys=str(file)) as (_, session):
-        monkeypatch.setattr("kvstore.tiers.disk.tier.in_thread", refuses)
-        response = await session.post("/v1/reencrypt", json={})
+        with monkeypatch.context() as without:
+            without.setattr(threading.Thread, "start", refuses)
+            response = await session.post("/v1/reencrypt", json={})
         assert response.status == 400
         assert "can't start new thread" in (await response.json())["error"]
+
+
+async def test_nothing_is_encrypted_anew_while_the_keys_cannot_be_had(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nobody may believe that older keys are not needed any more."""
+    file = tmp_path / "keys.toml"
+    assert main(["keys", str(file), "--add", "*"]) == 0
+    async with at_path(tmp_path, disk=64, encryption_keys=str(file)) as (_, session):
+        assert main(["keys", str(file), "--add", "*"]) == 0
+        file.chmod(0o644)
+        response = await session.post("/v1/reencrypt", json={})
+        assert response.status == 400
+        assert "chmod" in (await response.json())["error"]
+        monkeypatch.setattr("kvstore.tiers.disk.tier.KEYS_SECONDS", 0.05)
+        goes_on = threading.Event()
+        monkeypatch.setattr(KeyRing, "look", lambda _: goes_on.wait(PATIENCE))
+        response = await session.post("/v1/reencrypt", json={})
+        assert response.status == 400
+        assert "does not answer" in (await response.json())["error"]
+        goes_on.set()

@@ -374,6 +374,16 @@ def test_a_copy_that_fails_is_made_later() -> None:
     assert rig.core.changing == 0
 
 
+def test_what_cannot_be_copied_does_not_hold_up_other_segments() -> None:
+    rig = sparse(rate=0.0, live=5)
+    before = dict(rig.owned().entries)
+    (victim,) = {key for key, slot in before.items() if slot == SLOTS}
+    moves = rewrite(rig, [1, 3], steps=2000, failed={victim})
+    assert 3 in {move.segment for move in moves if move.op is Op.SHRINK}
+    assert rig.core.changing == 1
+    assert rig.owned().entries[victim] == SLOTS
+
+
 def test_a_segment_that_is_gone_is_not_rewritten_and_a_reset_ends_it() -> None:
     rig = sparse(rate=0.0)
     assert rewrite(rig, [17]) == []

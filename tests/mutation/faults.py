@@ -577,8 +577,8 @@ FAULTS = (
         "tiers/keys.py",
         (
             "older keys open nothing",
-            "for secret in self._of(key):",
-            "for secret in self._of(key)[:1]:",
+            "(*self._of(key), *self._others)",
+            "(*self._of(key)[:1], *self._others[:1])",
         ),
         (
             "keys that cannot be read are forgotten",

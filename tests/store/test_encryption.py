@@ -192,6 +192,40 @@ async def test_a_bundle_stays_encrypted_and_is_imported_with_the_keys(
         import_bundle(tmp_path / "plain-bundle", there, keys=str(keys_file))
 
 
+async def test_what_is_not_encrypted_is_not_taken_for_it(tmp_path: Path, keys_file: Path) -> None:
+    """Neither from a bundle nor from a segment that somebody has planted."""
+    path, file = tmp_path / "kv", tmp_path / "bundle"
+    await fill(path, keys_file, ALICE)
+    (namespace,) = survey(path)
+    # Somebody makes a plain cache, and says that it is that one.
+    evil = tmp_path / "evil"
+    async with kvstore.open(small(evil, rows=32, disk=64, tenants={})) as store:
+        await store.put(ALICE, [b"EVIL" * 1024] * len(ALICE), durable=True)
+    (plain,) = survey(evil)
+    export_bundle(evil, file)
+    raw = file.read_bytes()
+    size = int.from_bytes(raw[:8], "little")
+    header = json.loads(raw[8 : 8 + size])
+    header["__metadata__"]["identity"] = json.dumps(namespace.identity)
+    header["__metadata__"]["namespace"] = namespace.name
+    text = json.dumps(header).encode()
+    text = text.ljust(-(-len(text) // 8) * 8)
+    file.write_bytes(len(text).to_bytes(8, "little") + text + raw[8 + size :])
+    with pytest.raises(KVStoreError, match="encrypted, or not, other than it says"):
+        import_bundle(file, tmp_path / "there", keys=str(keys_file))
+    segment = Path(plain.lanes[0].segments[0].path)
+    planted = Path(namespace.lanes[0].path) / "segment-77.safetensors"
+    assert namespace.digest is not None
+    assert plain.digest is not None
+    page = segment.read_bytes().replace(plain.digest.encode(), namespace.digest.encode(), 1)
+    planted.write_bytes(page)
+    faults = [each for each in verify(path, str(keys_file)) if not isinstance(each, Progress)]
+    assert "other than its namespace" in str(faults[0])
+    export_bundle(path, file, replace=True)
+    assert b"EVIL" not in file.read_bytes()
+    assert await held(path, keys_file, ALICE) == ALICE
+
+
 async def test_hosts_with_the_keys_share_a_store_that_cannot_read_it(
     tmp_path: Path, keys_file: Path
 ) -> None:

@@ -14,6 +14,7 @@ import pytest
 
 from kvstore.policies.tenants import tag_of, tenant_keys
 from kvstore.testing.bench import TierBench, key_of, payload_of
+from kvstore.tiers.disk.extents import Extent, Writing
 from kvstore.tiers.disk.format import RECORD, RECORD_BYTES, checksummed
 from kvstore.tiers.disk.index import IndexFile, read_index
 from kvstore.tiers.keys import KeyRing, Secret, id_of, parse_keys, read_keys, write_keys
@@ -228,6 +229,43 @@ async def test_without_its_key_a_chunk_is_not_found_and_its_slot_is_free(
     assert [record for record in caplog.records if record.levelno >= logging.WARNING]
     assert [key for key, _ in bench.opening.entries] == BOB
     assert await served(bench) == BOB
+
+
+async def test_a_key_of_its_own_takes_nothing_from_a_tenant(
+    stored: Path, open_bench: OpenBench, keys_file: Path
+) -> None:
+    """What she stored before stays readable, and goes under her key when it is moved."""
+    mine = parse_keys(read_keys(keys_file), "")["alice"]
+    change(keys_file, alice=None)
+    bench = open_bench(keys=ring(keys_file))
+    assert all((await bench.store(ALICE, range(len(ALICE)))).ok)
+    assert await disk_of(bench).outdated_segments() == []
+    change(keys_file, alice=mine)
+    assert await disk_of(bench).outdated_segments() == [0]
+    assert await bench.fetch(ALICE, range(len(ALICE))) == [True] * len(ALICE)
+    assert (await bench.tier.grow())[0] == 1
+    done = await bench.tier.relocate(KEYS, range(SLOTS), range(SLOTS, 2 * SLOTS))
+    assert done.ok == [True] * SLOTS
+    ids = read_index(segment_of(stored, 1))[1].key_ids()
+    assert ids[: len(ALICE)] == [mine[0].id.hex()] * len(ALICE)
+
+
+async def test_a_write_under_way_counts_as_under_its_key(
+    stored: Path, open_bench: OpenBench, keys_file: Path
+) -> None:
+    """Who looks for what is under older keys must not miss what is about to be there."""
+    bench = open_bench(keys=ring(keys_file))
+    await bench.tier.clear()
+    volume = disk_of(bench).volumes[0]
+    segment, sealer = volume.segments[0], volume.sealer
+    assert sealer is not None
+    assert segment.nonces is not None
+    segment.nonces[:] = 0
+    rows = [bench.region.row(row) for row in bench.fill(ALICE)]
+    writing = Writing(segment.backend, [Extent(segment, 0, ALICE, rows)], 1, sealer)
+    assert not segment.sealed_with(set())
+    assert all(writing.end()[0].ok)
+    assert not segment.sealed_with(set())
 
 
 async def test_a_key_that_is_forgotten_while_serving_opens_nothing_more(

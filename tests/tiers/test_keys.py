@@ -15,7 +15,7 @@ import pytest
 from kvstore.errors import ConfigError
 from kvstore.policies.tenants import tag_of, tenant_keys
 from kvstore.tiers.keys import KeyRing, id_of, parse_keys, read_keys, write_keys
-from tests.patience import until
+from tests.patience import PATIENCE, until
 
 NEW, OLD, OTHER = (bytes([number]) * 32 for number in (1, 2, 3))
 KEY = b"a block key of a chunk"
@@ -39,7 +39,8 @@ def test_a_tenant_has_its_own_keys_and_all_others_have_theirs(file: Path) -> Non
     assert ring.newest(KEY).material == OTHER
     assert ring.newest(ALICES).material == NEW
     assert ring.find(ALICES, id_of(OLD)) is not None
-    assert ring.find(ALICES, id_of(OTHER)) is None
+    # What she has stored before she had keys of her own.
+    assert ring.find(ALICES, id_of(OTHER)) is not None
     assert ring.find(KEY, id_of(OLD)) is None
     assert ring.ids() == {id_of(NEW), id_of(OLD), id_of(OTHER)}
 
@@ -64,6 +65,8 @@ def test_what_is_written_is_read(file: Path) -> None:
         (f"alice = '{NEW.hex()}'", "no keys of"),
         (f"'*' = '{NEW.hex()}", "not TOML"),
         (f"'*' = '{NEW.hex()}'\nalice = '{OLD.hex()}'", "tenants"),
+        (f"'*' = '{NEW.hex()}'\nalice = '{NEW.hex()}'", "in common"),
+        (f"'*' = '{OLD.hex()}'\n{NEW.hex()} = '{OLD.hex()}'", "name of a tenant belongs"),
     ],
 )
 def test_what_is_no_table_of_keys_is_refused_and_not_shown(
@@ -75,12 +78,57 @@ def test_what_is_no_table_of_keys_is_refused_and_not_shown(
     assert NEW.hex()[:16] not in str(caught.value)
 
 
-@pytest.mark.parametrize("mode", [0o640, 0o604, 0o622])
+@pytest.mark.parametrize("mode", [0o620, 0o604, 0o622, 0o610])
 def test_a_file_that_others_can_use_is_refused(file: Path, mode: int) -> None:
     write(file, f"'*' = '{NEW.hex()}'")
     file.chmod(mode)
     with pytest.raises(ConfigError, match="chmod go="):
         KeyRing(str(file))
+
+
+@pytest.fixture
+def as_root() -> None:
+    if os.geteuid() != 0:
+        pytest.skip("giving files to another user needs root")
+
+
+def test_a_secret_that_is_mounted_for_a_group_is_read(file: Path, as_root: None) -> None:
+    write(file, f"'*' = '{NEW.hex()}'")
+    os.chown(file, 0, 65534)
+    file.chmod(0o440)
+    link = file.with_name("link")
+    link.symlink_to(file)
+    assert KeyRing(str(link)).newest(KEY).material == NEW
+
+
+def test_a_file_that_is_written_anew_keeps_owner_mode_and_links(file: Path, as_root: None) -> None:
+    table = parse_keys({"*": [OTHER]}, "here")
+    write_keys(file, table)
+    os.chown(file, 65534, 65533)
+    file.chmod(0o400)
+    link = file.with_name("link")
+    link.symlink_to(file.name)
+    more = parse_keys({"*": [NEW, OTHER]}, "here")
+    write_keys(link, more)
+    found = file.stat()
+    assert (found.st_uid, found.st_gid, found.st_mode & 0o777) == (65534, 65533, 0o400)
+    assert link.is_symlink()
+    # Root looks after the keys of a server's user; a server takes its own and root's alone.
+    assert parse_keys(read_keys(link, anybodys=True), "here") == more
+    with pytest.raises(ConfigError, match="chown"):
+        KeyRing(str(link))
+
+
+@pytest.mark.parametrize("text", ["\ufeff'*' = '{}'", "# mine\r\n'*' = '{}'\r\n"])
+def test_a_file_may_come_from_another_editor(file: Path, text: str) -> None:
+    ring = KeyRing(write(file, text.format(NEW.hex().upper())))
+    assert ring.newest(KEY).material == NEW
+
+
+def test_a_key_in_place_of_its_file_is_not_shown() -> None:
+    with pytest.raises(ConfigError, match="is a key itself") as caught:
+        KeyRing(NEW.hex())
+    assert NEW.hex() not in str(caught.value)
 
 
 def test_a_file_of_another_user_is_refused(file: Path) -> None:
@@ -185,18 +233,58 @@ def test_nobody_waits_for_a_source_that_hangs(
         goes_on.set()
 
 
+def test_what_a_function_raises_is_not_told(service: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails() -> Any:
+        raise OSError("token s3cret was refused")
+
+    monkeypatch.setattr(service, "fetch", fails)
+    with pytest.raises(ConfigError, match="raised OSError") as caught:
+        KeyRing("key_service:fetch")
+    assert "s3cret" not in str(caught.value)
+
+
+def test_what_was_read_last_counts(service: Any) -> None:
+    ring = KeyRing("key_service:fetch")
+    begun, goes_on = threading.Event(), threading.Event()
+    answers = [{"*": NEW}, {"*": [OTHER, NEW]}]
+
+    def slow() -> Any:
+        answer = answers.pop(0)
+        if answers:
+            begun.set()
+            goes_on.wait(PATIENCE)
+        return answer
+
+    ring._read._call = slow  # type: ignore[attr-defined]
+    looks = [threading.Thread(target=ring.look) for _ in range(2)]
+    looks[0].start()
+    assert begun.wait(PATIENCE)
+    looks[1].start()
+    looks[1].join(0.1)
+    goes_on.set()
+    for look in looks:
+        look.join(PATIENCE)
+    assert ring.newest(KEY).material == OTHER
+
+
 @pytest.mark.parametrize("text", ["", "'*' = 'x'", None])
 def test_keys_stay_while_their_source_is_wrong(
-    file: Path, text: str | None, caplog: pytest.LogCaptureFixture
+    file: Path,
+    text: str | None,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.setattr("kvstore.tiers.keys.LOOK_SECONDS", 0.0)
     ring = KeyRing(write(file, f"'*' = '{NEW.hex()}'"))
     if text is None:
         file.unlink()
     else:
         write(file, text)
-    for _ in range(3):
+    with pytest.raises(ConfigError, match=r"keys\.toml"):
         ring.look()
-    assert ring.newest(KEY).material == NEW
+    until(lambda: ring.newest(KEY).material == NEW and caplog.records)
+    for _ in range(100):
+        assert ring.newest(KEY).material == NEW
     assert [record.getMessage()[:40] for record in caplog.records] == [
         "keys: those from before are kept, as " + str(file)[:3]
     ]

@@ -278,6 +278,11 @@ class _Sealed:
                 length, at = segment.geometry.chunk_bytes, at + size
                 seals.append(sealer.seal(key, segment.epoch, payload[:length], buffer))
                 buffers.append(buffer)
+            if segment.nonces is not None:
+                # Already now: who looks for segments under older keys has to see it.
+                nonces = b"".join(seal[TAG_BYTES:] for seal in seals)
+                slots = slice(extent.first, extent.first + len(seals))
+                segment.nonces[slots] = np.frombuffer(nonces, "<u4").reshape(-1, 3)
             offset = segment.offset_of(extent.first)
             self.requests.append(IORequest(segment.data, buffers, offset))
             self.seals.append(seals)
@@ -289,10 +294,6 @@ class _Sealed:
 
 def _write_records(extent: Extent, sequence: int, digests: Sequence[bytes]) -> None:
     segment, size = extent.segment, extent.segment.geometry.chunk_bytes
-    if segment.nonces is not None:
-        slots = slice(extent.first, extent.first + len(extent.keys))
-        nonces = b"".join(seal[TAG_BYTES:] for seal in digests)
-        segment.nonces[slots] = np.frombuffer(nonces, "<u4").reshape(-1, 3)
     segment.index.write(
         extent.first,
         encode_records(

@@ -46,7 +46,7 @@ import numpy.typing as npt
 from crc32c import crc32c
 
 from kvstore.errors import MALFORMED, ForeignFileError
-from kvstore.tiers.keys import ID_BYTES
+from kvstore.tiers.keys import ID_BYTES, KeyRing
 from kvstore.types import MAX_KEY_BYTES
 
 __all__ = [
@@ -453,6 +453,11 @@ class LiveRecords:
             return found
         each = zip(self.records["length"].tolist(), self.records["last"].tolist(), strict=True)
         return [tag + _NONCE.pack(*nonce) for tag, nonce in zip(found, each, strict=True)]
+
+    def outdated(self, keys: KeyRing) -> bool:
+        """Whether the payload of any is sealed with another key than the newest of its tenant."""
+        ids = set(zip((key[:8] for key in self.keys()), self.key_ids(), strict=True))
+        return any(keys.newest(begin).id.hex() != key_id for begin, key_id in ids)
 
     def key_ids(self) -> list[str]:
         """The ids of the keys that payloads are sealed with, in hex, in the same order."""

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import numpy as np
 
-from kvstore.concurrency import in_thread
+from kvstore.concurrency import Daemons
 from kvstore.errors import ConfigError, KVStoreError, PathUnusableError
 from kvstore.tiers.base import Tier, Transfer, error_of
 from kvstore.tiers.disk.epoch import read_epoch
@@ -35,6 +35,9 @@ RELOCATION_BYTES = 2 * 1024 * 1024
 
 NOTE_CHUNKS = 256
 """Chunks whose uses are written down at once: a few milliseconds of a thread."""
+
+KEYS_SECONDS = 10.0
+"""Seconds within which the source of keys has to answer where somebody waits for it."""
 
 logger = logging.getLogger("kvstore.disk")
 
@@ -342,17 +345,21 @@ class DiskTier(Tier):
     async def outdated_segments(self) -> list[int]:
         if self.sealer is None:
             raise ConfigError(f"tier {self.name}: its chunks are not encrypted")
-        # The key that was made a moment ago counts. Its source may not answer at once.
-        try:
-            await in_thread(self.sealer.look)
-        except RuntimeError as error:
-            raise KVStoreError(f"the keys cannot be looked up: {error}") from error
-        newest = self.sealer.key_ids(newest=True)
+        # In a thread of its own: the source of the keys may never answer.
+        looking = asyncio.wrap_future(Daemons("kvstore-keys").submit(self._outdated, self.sealer))
+        await asyncio.wait([looking], timeout=KEYS_SECONDS)
+        if not looking.done():
+            raise KVStoreError(f"{self.sealer.keys.source} does not answer")
+        return looking.result()
+
+    def _outdated(self, sealer: Sealer) -> list[int]:
+        # The key that was made a moment ago counts.
+        sealer.keys.look()
         return [
             self._segment(index, number)
             for index, volume in enumerate(self.volumes)
-            for number, segment in list(volume.segments.items())
-            if not segment.sealed_with(newest)
+            for number in list(volume.segments)
+            if volume.is_outdated(number, sealer.keys)
         ]
 
     def where(self, slot: int) -> tuple[Path, int]:

@@ -45,6 +45,7 @@ from kvstore.tiers.disk.segment import Segment, segment_files
 from kvstore.tiers.disk.threads import IOThreads, Parts
 from kvstore.tiers.disk.trust import Trust
 from kvstore.tiers.disk.unowned import UnownedLanes
+from kvstore.tiers.keys import KeyRing
 from kvstore.tiers.pinned import PinnedRegion
 from kvstore.tiers.sealing import Sealer
 from kvstore.types import about
@@ -399,6 +400,22 @@ class Volume:
             OSError: as the system says.
         """
         return self.segments[number].list_chunks()
+
+    def is_outdated(self, number: int, keys: KeyRing) -> bool:
+        """Whether a segment has chunks that are sealed with other keys than the newest. May block.
+
+        Raises:
+            OSError: as the system says.
+        """
+        # The lock keeps its files open meanwhile.
+        with self._growth:
+            segment = self.segments.get(number)
+            if segment is None:
+                return False
+            if not segment.sealed_with(keys.ids(newest=True)):
+                return True
+            # A key that is the newest of all others is not the newest of a tenant that has its own.
+            return keys.by_tenant and segment.index.live().of_epoch(self.epoch).outdated(keys)
 
     def remove(self, number: int) -> str | None:
         """Remove a segment's file; why that cannot be, or None. May block."""

@@ -280,40 +280,14 @@ class StoreTier(Tier):
     async def _write(
         self, keys: Sequence[bytes], payloads: Sequence[memoryview], order: int
     ) -> list[str | None]:
-        if self._sealer is None:
-            proofs = [digest(payload) for payload in payloads]
-            return await self._put(keys, payloads, proofs, order)
-        size, sealer = self._chunk_bytes, self._sealer
-        memory = sealer.lend(size * len(keys))
-        view = memoryview(memory)
-        sealed = [view[at * size : (at + 1) * size] for at in range(len(keys))]
-        each = zip(keys, payloads, sealed, strict=True)
-        proofs = [sealer.seal(key, 0, payload, target) for key, payload, target in each]
-        # Its end is the end of the client's use of the memory, however it ends.
-        try:
-            return await self._put(keys, sealed, proofs, order)
-        finally:
-            sealer.take_back(memory)
-
-    async def _put(
-        self,
-        keys: Sequence[bytes],
-        payloads: Sequence[memoryview],
-        proofs: Sequence[bytes],
-        order: int,
-    ) -> list[str | None]:
-        size, seed = self._chunk_bytes, self._seed
-        records = [encode(key, size, proof, seed) for key, proof in zip(keys, proofs, strict=True)]
-        names = self._names(keys)
-
+        names, seed = self._names(keys), self._seed
+        store = self._put_plain if self._sealer is None else partial(self._put_sealed, self._sealer)
         replaced = False
 
         def put(client: StoreClient) -> Coroutine[Any, Any, list[str | None]]:
             nonlocal replaced
             replaced = any(key in self._bad for key in keys)
-            if replaced:
-                return client.put(names, records, payloads, replace=True)
-            return client.put(names, records, payloads)
+            return store(keys, payloads, names, seed, replaced, client)
 
         errors = await self._in_turn(self._writing, order, payloads, put)
         if not replaced and any(key in self._bad for key in keys):
@@ -323,6 +297,48 @@ class StoreTier(Tier):
             if error is None and replaced:
                 self._bad.pop(key, None)
         return errors
+
+    async def _put_plain(
+        self,
+        keys: Sequence[bytes],
+        payloads: Sequence[memoryview],
+        names: Sequence[str],
+        seed: int,
+        replace: bool,
+        client: StoreClient,
+    ) -> list[str | None]:
+        records = [
+            encode(key, self._chunk_bytes, digest(payload), seed)
+            for key, payload in zip(keys, payloads, strict=True)
+        ]
+        more = {"replace": True} if replace else {}
+        return await client.put(names, records, payloads, **more)
+
+    async def _put_sealed(
+        self,
+        sealer: Sealer,
+        keys: Sequence[bytes],
+        payloads: Sequence[memoryview],
+        names: Sequence[str],
+        seed: int,
+        replace: bool,
+        client: StoreClient,
+    ) -> list[str | None]:
+        size = self._chunk_bytes
+        # When its turn has come, so that no more memory is lent than calls are under way.
+        memory = sealer.lend(size * len(keys))
+        view = memoryview(memory)
+        sealed = [view[at * size : (at + 1) * size] for at in range(len(keys))]
+        try:
+            records = [
+                encode(key, size, sealer.seal(key, 0, payload, target), seed)
+                for key, payload, target in zip(keys, payloads, sealed, strict=True)
+            ]
+            more = {"replace": True} if replace else {}
+            return await client.put(names, records, sealed, **more)
+        finally:
+            # However the call ends, the client does not use the memory any more.
+            sealer.take_back(memory)
 
     async def _answer(self, ask: _Call[_T]) -> _T:
         """Make a call that moves no payloads."""

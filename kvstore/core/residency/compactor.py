@@ -168,7 +168,8 @@ class Compactor:
         if self._victim >= 0:
             move = self._go_on(now)
         elif rewrites:
-            move, self._rewriting = self._begin(self._rewrites[0]), True
+            self._rewriting = True
+            move = self._begin(self._rewrites[0])
         elif self._groups is None:
             choose = self._slots.surplus_segment
             move = self._begin(choose() if surplus else self._slots.sparse_segment(SPARSE))
@@ -378,6 +379,9 @@ class Compactor:
 
     def _give_up(self, now: float) -> None:
         self._copying.trip(now)
+        if self._rewriting:
+            # The next one first: this one may never go well.
+            self._rewrites.rotate(-1)
         self._stop()
 
     def _stop(self) -> None:
