@@ -71,9 +71,14 @@ class KeyRing:
         tag_of: returns the tag of a tenant, with which the keys of its chunks begin. Without it
             there are no tenants.
 
+    Attributes:
+        changes: how often the keys have changed.
+
     Raises:
         ConfigError: if the source cannot be used.
     """
+
+    changes = 0
 
     def __init__(self, source: str, tag_of: Callable[[str], bytes] | None = None) -> None:
         self.source = source
@@ -161,6 +166,7 @@ class KeyRing:
         tag_of = self._tag_of or str.encode
         self._by_tag = {tag_of(name): secrets for name, secrets in named.items()}
         self._others = parsed[ALL]
+        self.changes += 1
 
 
 def id_of(material: bytes) -> bytes:

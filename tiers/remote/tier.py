@@ -117,6 +117,7 @@ class StoreTier(Tier):
         digest = Namespace(place.namespace, place.identity).digest
         self._place = f"{place.namespace}/{digest[:DIGEST_LETTERS]}"
         self._keys = place.keys
+        self._keys_seen = 0
         self._chunk_bytes = place.chunk_bytes
         self._timeout = timeout_s
         self._client: StoreClient | None = None
@@ -156,6 +157,7 @@ class StoreTier(Tier):
             return Transfer([])
 
         async def ask() -> list[bool]:
+            self._recall_keyless()
             found = await self._answer(lambda client: client.exists(self._names(keys)))
             now = time.monotonic()
             return [
@@ -262,9 +264,21 @@ class StoreTier(Tier):
                 self._bad.pop(key, None)
                 if record is not None and errors[-1] is not None:
                     self._bad[key] = time.monotonic()
+                if errors[-1] == NO_KEY:
+                    self._keyless.add(key)
         for _ in range(len(self._bad) - MOST_BAD):
             del self._bad[next(iter(self._bad))]
+        if len(self._keyless) > MOST_BAD:
+            self._keyless.intersection_update(self._bad)
         return errors
+
+    def _recall_keyless(self) -> None:
+        """Ask again for values whose keys were not known, once the keys have changed."""
+        if self._keys is not None and self._keys.changes != self._keys_seen:
+            self._keys_seen = self._keys.changes
+            for key in self._keyless:
+                self._bad.pop(key, None)
+            self._keyless.clear()
 
     def _fault(self, key: bytes, record: bytes, payload: memoryview) -> str | None:
         """What is wrong with a payload that was read, or None; a sealed one is opened in place."""
@@ -280,14 +294,13 @@ class StoreTier(Tier):
     async def _write(
         self, keys: Sequence[bytes], payloads: Sequence[memoryview], order: int
     ) -> list[str | None]:
-        names, seed = self._names(keys), self._seed
-        store = self._put_plain if self._sealer is None else partial(self._put_sealed, self._sealer)
+        chunks, seed, sealer = (keys, payloads, self._names(keys)), self._seed, self._sealer
         replaced = False
 
         def put(client: StoreClient) -> Coroutine[Any, Any, list[str | None]]:
             nonlocal replaced
             replaced = any(key in self._bad for key in keys)
-            return store(keys, payloads, names, seed, replaced, client)
+            return self._put(chunks, seed, sealer, replaced, client)
 
         errors = await self._in_turn(self._writing, order, payloads, put)
         if not replaced and any(key in self._bad for key in keys):
@@ -298,47 +311,22 @@ class StoreTier(Tier):
                 self._bad.pop(key, None)
         return errors
 
-    async def _put_plain(
+    async def _put(
         self,
-        keys: Sequence[bytes],
-        payloads: Sequence[memoryview],
-        names: Sequence[str],
+        chunks: tuple[Sequence[bytes], Sequence[memoryview], Sequence[str]],
         seed: int,
+        sealer: Sealer | None,
         replace: bool,
         client: StoreClient,
     ) -> list[str | None]:
-        records = [
-            encode(key, self._chunk_bytes, digest(payload), seed)
-            for key, payload in zip(keys, payloads, strict=True)
-        ]
-        more = {"replace": True} if replace else {}
-        return await client.put(names, records, payloads, **more)
-
-    async def _put_sealed(
-        self,
-        sealer: Sealer,
-        keys: Sequence[bytes],
-        payloads: Sequence[memoryview],
-        names: Sequence[str],
-        seed: int,
-        replace: bool,
-        client: StoreClient,
-    ) -> list[str | None]:
-        size = self._chunk_bytes
-        # When its turn has come, so that no more memory is lent than calls are under way.
-        memory = sealer.lend(size * len(keys))
-        view = memoryview(memory)
-        sealed = [view[at * size : (at + 1) * size] for at in range(len(keys))]
-        try:
-            records = [
-                encode(key, size, sealer.seal(key, 0, payload, target), seed)
-                for key, payload, target in zip(keys, payloads, sealed, strict=True)
-            ]
+        """Store chunks, whose turn has come: no more memory is lent than calls are under way."""
+        keys, payloads, names = chunks
+        plain = contextlib.nullcontext((payloads, [] if sealer else list(map(digest, payloads))))
+        with sealer.sealed(keys, payloads) if sealer else plain as (values, proofs):
+            each = zip(keys, proofs, strict=True)
+            records = [encode(key, self._chunk_bytes, proof, seed) for key, proof in each]
             more = {"replace": True} if replace else {}
-            return await client.put(names, records, sealed, **more)
-        finally:
-            # However the call ends, the client does not use the memory any more.
-            sealer.take_back(memory)
+            return await client.put(names, records, values, **more)
 
     async def _answer(self, ask: _Call[_T]) -> _T:
         """Make a call that moves no payloads."""
@@ -413,6 +401,9 @@ class StoreTier(Tier):
         self._sealer = None if self._keys is None else Sealer(self._keys, self._prefix)
         # Keys whose values were found invalid, and when.
         self._bad: dict[bytes, float] = {}
+        # Those of them whose values are encrypted with keys that were not known.
+        self._keyless: set[bytes] = set()
+        self._keys_seen = 0 if self._keys is None else self._keys.changes
 
 
 async def _two_at_once(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 from pathlib import Path
+from typing import ClassVar
 
 import pytest
 
@@ -46,6 +47,78 @@ class SlowClient:
 
     async def close(self) -> None:
         pass
+
+
+class Values(SlowClient):
+    """A store in memory."""
+
+    def __init__(self, values: dict[str, tuple[bytes, bytes]]) -> None:
+        self._values = values
+
+    async def exists(self, names: Sequence[str]) -> list[bool]:
+        return [name in self._values for name in names]
+
+    async def put(
+        self,
+        names: Sequence[str],
+        records: Sequence[bytes],
+        payloads: Sequence[memoryview],
+        *,
+        replace: bool = False,
+    ) -> list[str | None]:
+        for name, record, payload in zip(names, records, payloads, strict=True):
+            if replace or name not in self._values:
+                self._values[name] = record, bytes(payload)
+        return [None] * len(names)
+
+    async def get(
+        self, names: Sequence[str], payloads: Sequence[memoryview]
+    ) -> list[bytes | str | None]:
+        records: list[bytes | str | None] = []
+        for name, payload in zip(names, payloads, strict=True):
+            record, payload[:] = self._values[name]
+            records.append(record)
+        return records
+
+
+class MemoryTier(StoreTier):
+    values: ClassVar[dict[str, tuple[bytes, bytes]]] = {}
+
+    @property
+    def address(self) -> str:
+        return "memory"
+
+    def connect(self) -> StoreClient:
+        return Values(self.values)
+
+
+async def test_a_key_that_comes_later_opens_what_was_closed_before(tmp_path: Path) -> None:
+    """Of two hosts one hears of a new key first."""
+    MemoryTier.values.clear()
+    rings = []
+    for name in ("one", "other"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "keys.toml").write_text(f"'*' = ['{'22' * 32}']")
+        (tmp_path / name / "keys.toml").chmod(0o600)
+        rings.append(some_keys(tmp_path / name))
+    one, other = (
+        TierBench(MemoryTier(TierPlace("n", {}, 8000, ring), timeout_s=9.0), 4, 8192, 8000)
+        for ring in rings
+    )
+    try:
+        key = key_of(1)
+        for name, ring, bench in (("one", rings[0], one), ("other", rings[1], other)):
+            (tmp_path / name / "keys.toml").write_text(f"'*' = ['{'33' * 32}', '{'22' * 32}']")
+            ring.look()
+            if bench is one:
+                assert (await one.store([key], [0])).ok == [True]
+                assert await other.fetch([key], [0]) == [False]
+                assert (await other.tier.holds([key])).ok == [False]
+        assert (await other.tier.holds([key])).ok == [True]
+        assert await other.fetch([key], [0]) == [True]
+    finally:
+        await one.close()
+        await other.close()
 
 
 class SlowTier(StoreTier):
