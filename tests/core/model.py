@@ -1250,6 +1250,7 @@ class World:
         core = self.core
         client = self.arrive("reach", prompt, length)
         evicted = sum(tier.index.evicted for tier in core.tiers)
+        truncations = core.stats().truncations
         known = 0
         asks = self.asked >= 0 and self._store_is_awaited()
         for key in client.keys:
@@ -1272,7 +1273,10 @@ class World:
                 self.complete(0)
             answer = self.ask(client)
         assert answer is not None
-        if not (self.demotes and evicted < sum(tier.index.evicted for tier in core.tiers)):
+        costs = evicted < sum(tier.index.evicted for tier in core.tiers)
+        # While a row waits for the copy of what leaves it, the rest could have been computed.
+        computed = truncations < core.stats().truncations
+        if not (self.demotes and (costs or computed)):
             # What is promoted where chunks are demoted can cost a full tier others of the prefix.
             reach = min(known, core._pool.rows)
             if core._pool.policy.shared:

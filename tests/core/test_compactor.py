@@ -334,10 +334,10 @@ def test_what_is_to_be_rewritten_is_copied_and_its_files_go() -> None:
     moves = rewrite(rig, [1, 3])
     assert moved_out(moves) == {1, 3}
     assert {move.segment for move in moves if move.op is Op.SHRINK} == {1, 3}
-    assert tier.entries.keys() == before.keys()
+    assert set(tier.entries) == set(before)
     kept = {key for key, slot in before.items() if slot // SLOTS in (0, 2)}
     assert all(tier.entries[key] == before[key] for key in kept)
-    assert all(tier.entries[key] != before[key] for key in before.keys() - kept)
+    assert all(tier.entries[key] != before[key] for key in set(before) - kept)
     assert rig.core.changing == 0
     assert tier.slots.free == tier.slots.segments * SLOTS - len(before)
 

@@ -122,7 +122,9 @@ def hint(server: Server, seen: Seen) -> None:
     asyncio.run(
         again(server.url, kept, retain_s=600, retain_host=True, release="perhaps", levitate=1)
     )
-    seen.hinted["retain"] = told(server, "host_pinned_ratio", 8 / HOST_CHUNKS)
+    told(server, "host_pinned_ratio", 8 / HOST_CHUNKS)
+    # A disk has them once they are copied.
+    seen.hinted["retain"] = told(server, "tier_pinned_chunks", 8)
     asyncio.run(hold(server.url, replace(TALK, conversations=4), 3))
     before = told(server, "hints_total", 2)
     seen.returned = asyncio.run(again(server.url, kept))
