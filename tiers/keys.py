@@ -88,6 +88,8 @@ class KeyRing:
         self._looking, self._reading = threading.Lock(), threading.Lock()
         self._complained = False
         self._due = time.monotonic() + LOOK_SECONDS
+        self._by_tag: Mapping[bytes, Sequence[Secret]] = {}
+        self._others: Sequence[Secret] = ()
         # Before the keys are read: a change in between is seen by the next look.
         self._version = self._read.version()
         self._take(self._read())
@@ -164,9 +166,10 @@ class KeyRing:
                 f"tenants: only {ALL!r} may have keys"
             )
         tag_of = self._tag_of or str.encode
-        self._by_tag = {tag_of(name): secrets for name, secrets in named.items()}
-        self._others = parsed[ALL]
-        self.changes += 1
+        by_tag = {tag_of(name): secrets for name, secrets in named.items()}
+        # A hook is asked again and again.
+        self.changes += (by_tag, parsed[ALL]) != (self._by_tag, self._others)
+        self._by_tag, self._others = by_tag, parsed[ALL]
 
 
 def id_of(material: bytes) -> bytes:

@@ -186,8 +186,12 @@ def service(monkeypatch: pytest.MonkeyPatch) -> Any:
 def test_keys_may_come_from_a_function(service: Any) -> None:
     ring = KeyRing("key_service:fetch")
     assert ring.newest(KEY).material == NEW
+    before = ring.changes
+    ring.look()
+    assert ring.changes == before
     service.keys = {"*": [OTHER.hex(), NEW]}
     ring.look()
+    assert ring.changes == before + 1
     assert ring.newest(KEY).material == OTHER
     assert ring.find(KEY, id_of(NEW)) is not None
 
