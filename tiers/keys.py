@@ -309,23 +309,32 @@ def write_keys(path: Path, keys: Mapping[str, Sequence[Secret]]) -> None:
     One that is there keeps its owner and mode; behind a symbolic link, the file itself is replaced.
 
     Raises:
+        ConfigError: if a name cannot be written.
         OSError: as the system says.
     """
     lines = ["# Keys of kvstore, the newest of each tenant first. Who reads this reads the cache."]
     for name, secrets in keys.items():
         its = ", ".join(f'"{secret.material.hex()}"' for secret in secrets)
-        lines.append(f"{json.dumps(name)} = [{its}]")
+        lines.append(f"{json.dumps(name, ensure_ascii=False)} = [{its}]")
+    try:
+        text = "\n".join(lines).encode() + b"\n"
+        tomllib.loads(text.decode())
+    except NOT_PARSED:
+        raise ConfigError(f"{path}: TOML has no way to write one of {sorted(keys)!a}") from None
     path = path.resolve()
     temporary = path.with_name(f".{path.name}.{os.getpid()}-{token_hex(4)}")
     try:
         fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
-        with os.fdopen(fd, "w") as file:
+        with os.fdopen(fd, "wb") as file:
             with contextlib.suppress(FileNotFoundError):
                 before = path.stat()
-                if (before.st_uid, before.st_gid) != (os.geteuid(), os.getegid()):
-                    os.fchown(fd, before.st_uid, before.st_gid)
+                if before.st_uid != os.geteuid():
+                    os.fchown(fd, before.st_uid, -1)
+                # Its owner need not be in its group.
+                with contextlib.suppress(PermissionError):
+                    os.fchown(fd, -1, before.st_gid)
                 os.fchmod(fd, stat.S_IMODE(before.st_mode))
-            file.write("\n".join(lines) + "\n")
+            file.write(text)
             file.flush()
             os.fsync(fd)
         os.rename(temporary, path)

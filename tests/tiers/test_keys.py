@@ -52,6 +52,15 @@ def test_what_is_written_is_read(file: Path) -> None:
     assert [path.name for path in file.parent.iterdir()] == [file.name]
 
 
+def test_any_name_is_written_or_refused_before_the_file_changes(file: Path) -> None:
+    table = parse_keys({"*": [OTHER], "team-\U0001f600 é": [NEW]}, "here")
+    write_keys(file, table)
+    assert parse_keys(read_keys(file), "there") == table
+    with pytest.raises(ConfigError, match="no way to write"):
+        write_keys(file, parse_keys({"*": [OTHER], "\udcff": [OLD]}, "here"))
+    assert parse_keys(read_keys(file), "there") == table
+
+
 @pytest.mark.parametrize(
     ("text", "told"),
     [
