@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
@@ -38,6 +39,9 @@ NOTE_CHUNKS = 256
 
 KEYS_SECONDS = 10.0
 """Seconds within which the source of keys has to answer where somebody waits for it."""
+
+SEALED_SECONDS = 0.2
+"""Seconds in which an extent is certainly sealed: hundreds of times what it takes."""
 
 logger = logging.getLogger("kvstore.disk")
 
@@ -355,6 +359,8 @@ class DiskTier(Tier):
     def _outdated(self, sealer: Sealer) -> list[int]:
         # The key that was made a moment ago counts.
         sealer.keys.look()
+        # Who has just taken the one before it has sealed by then, and is seen.
+        time.sleep(SEALED_SECONDS)
         return [
             self._segment(index, number)
             for index, volume in enumerate(self.volumes)
