@@ -16,6 +16,7 @@ import stat
 import threading
 import time
 import tomllib
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from hashlib import sha256
 from importlib import import_module
@@ -73,6 +74,7 @@ class KeyRing:
 
     Attributes:
         changes: how often the keys have changed.
+        tag_bytes: length of the tag that keys of chunks begin with, 0 without tenants.
 
     Raises:
         ConfigError: if the source cannot be used.
@@ -83,7 +85,7 @@ class KeyRing:
     def __init__(self, source: str, tag_of: Callable[[str], bytes] | None = None) -> None:
         self.source = source
         self._tag_of = tag_of
-        self._tag_bytes = 0 if tag_of is None else len(tag_of(ALL))
+        self.tag_bytes = 0 if tag_of is None else len(tag_of(ALL))
         self._read = _reader(source)
         self._looking, self._reading = threading.Lock(), threading.Lock()
         self._complained = False
@@ -155,7 +157,7 @@ class KeyRing:
             except RuntimeError:
                 # No thread can be started now; the next use tries again.
                 self._looking.release()
-        return self._by_tag.get(key[: self._tag_bytes], self._others)
+        return self._by_tag.get(key[: self.tag_bytes], self._others)
 
     def _take(self, found: Mapping[str, Any]) -> None:
         parsed = parse_keys(found, self.source)
@@ -165,8 +167,8 @@ class KeyRing:
                 f"{self.source}: has keys of {sorted(named)[0]!r}, but the configuration has no "
                 f"tenants: only {ALL!r} may have keys"
             )
-        tag_of = self._tag_of or str.encode
-        by_tag = {tag_of(name): secrets for name, secrets in named.items()}
+        tag_of = self._tag_of
+        by_tag = {tag_of(name): secrets for name, secrets in named.items()} if tag_of else {}
         # A hook is asked again and again.
         self.changes += (by_tag, parsed[ALL]) != (self._by_tag, self._others)
         self._by_tag, self._others = by_tag, parsed[ALL]
@@ -231,7 +233,7 @@ def _secret(value: object, where: str) -> Secret:
     return Secret(id_of(material), material)
 
 
-class _Reader:
+class _Reader(ABC):
     """Reads a source of keys."""
 
     def __init__(self, source: str) -> None:
@@ -241,8 +243,13 @@ class _Reader:
         """Return what differs when the source has changed, or None if that is not known."""
         return None
 
+    @abstractmethod
     def __call__(self) -> Any:
-        raise NotImplementedError
+        """Return what the source has now.
+
+        Raises:
+            ConfigError: if it cannot be used.
+        """
 
 
 class _File(_Reader):

@@ -272,7 +272,7 @@ class Changing(Action):
         return not core.changing
 
 
-class Reencrypt(Action):
+class Reencrypt(Changing):
     """Copy the chunks of segments, so that they are encrypted with the newest keys.
 
     Args:
@@ -280,14 +280,12 @@ class Reencrypt(Action):
     """
 
     def __init__(self, segments: Mapping[int, Sequence[int]]) -> None:
+        super().__init__(self._rewrite)
         self._segments = segments
 
-    def begin(self, core: Core, keys: list[bytes], now: float) -> None:
+    def _rewrite(self, core: Core) -> None:
         for tier, its in self._segments.items():
             core.rewrite(tier, its)
-
-    def ended(self, core: Core) -> bool:
-        return not core.changing
 
     def cancel(self, core: Core) -> None:
         for tier in self._segments:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -85,12 +86,10 @@ def payload_pieces(fd: int, offset: int, size: int) -> Iterator[bytes]:
 
 def read_payload(fd: int, offset: int, size: int) -> bytes:
     """Return what of a payload can be read."""
-    pieces = []
-    try:
-        for piece in payload_pieces(fd, offset, size):
-            pieces.append(piece)
-    except (OSError, OverflowError):
-        pass
+    pieces: list[bytes] = []
+    # What is missing shows when the payload is checked.
+    with contextlib.suppress(OSError, OverflowError):
+        pieces.extend(payload_pieces(fd, offset, size))
     return b"".join(pieces)
 
 

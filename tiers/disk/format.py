@@ -456,8 +456,9 @@ class LiveRecords:
 
     def outdated(self, keys: KeyRing) -> bool:
         """Whether the payload of any is sealed with another key than the newest of its tenant."""
-        ids = set(zip((key[:8] for key in self.keys()), self.key_ids(), strict=True))
-        return any(keys.newest(begin).id.hex() != key_id for begin, key_id in ids)
+        tags = (key[: keys.tag_bytes] for key in self.keys())
+        ids = set(zip(tags, self.key_ids(), strict=True))
+        return any(keys.newest(tag).id.hex() != key_id for tag, key_id in ids)
 
     def key_ids(self) -> list[str]:
         """The ids of the keys that payloads are sealed with, in hex, in the same order."""
