@@ -112,9 +112,11 @@ class Stores:
         request = self._requests.open(request_id)
         if request.queued:
             request.leave_queue()
-        if request.leases or request.state is not RequestState.SCANNING:
-            self._queue.remove(request)
         again = request.store_deferred is not None
+        # A store that is offered again leaves alone what was looked up since: a caller that does
+        # both at once would give up chunks for one and want them back for the other without end.
+        if not again and (request.leases or request.state is not RequestState.SCANNING):
+            self._queue.remove(request)
         offered = list(dict.fromkeys(keys))
         self._chains.extend(request, offered)
         new = [key for key in offered if key not in pool.chunks]

@@ -135,6 +135,22 @@ def test_a_store_that_was_deferred_gets_everything_once_the_room_is_there() -> N
     assert rig.core._requests["w"].store_deferred is None
 
 
+def test_a_store_offered_again_leaves_what_its_request_waits_for_meanwhile() -> None:
+    # Else each would give up what the other has got, and copies be written without end.
+    busy, here, keys = chain("busy", 3), chain("a", 2), chain("b", 2)
+    rig = Rig(rows=4, on=(here,))
+    rig.put(busy)
+    rig.load(busy)
+    assert rig.core.prepare_store(keys, "both") is None
+    assert rig.ask(here, "both") is None
+    rig.step()
+    assert rig.core._requests["both"].leases
+    rig.core.prepare_store(keys, "both")
+    assert rig.core._requests["both"].leases, "the wait goes on"
+    rig.core.complete_load(busy, "r")
+    assert rig.resolve(here, "both") == 2
+
+
 def test_a_request_that_loads_is_deferred_like_any_other() -> None:
     rig = Rig(rows=4, on=())
     busy = chain("busy", 2)

@@ -167,10 +167,11 @@ class ShareTier(StoreTier):
         super().__init__(place, timeout_s=timeout_s)
         self._server = SERVERS[url]
         self._url = url
+        self._asker: ShareClient | None = None
 
     def connect(self) -> StoreClient:
-        self.client = ShareClient(self._server)
-        return self.client
+        self._asker = ShareClient(self._server)
+        return self._asker
 
     def damaged(self, keys: Sequence[bytes]) -> set[bytes]:
         """Those of `keys` whose values are damaged."""
@@ -179,7 +180,8 @@ class ShareTier(StoreTier):
 
     def met(self, key: bytes) -> bool:
         """Whether it has read the key's value when that was damaged."""
-        return not self.client.met.isdisjoint(self._names([key]))
+        client = self._asker
+        return client is not None and not client.met.isdisjoint(self._names([key]))
 
     @property
     def address(self) -> str:
