@@ -269,10 +269,11 @@ class Changing(Action):
         self._change(core)
 
     def ended(self, core: Core) -> bool:
-        return not core.changing
+        # What is rewritten meanwhile may take hours.
+        return core.changing <= core.rewrites
 
 
-class Reencrypt(Changing):
+class Reencrypt(Action):
     """Copy the chunks of segments, so that they are encrypted with the newest keys.
 
     Args:
@@ -280,16 +281,29 @@ class Reencrypt(Changing):
     """
 
     def __init__(self, segments: Mapping[int, Sequence[int]]) -> None:
-        super().__init__(self._rewrite)
         self._segments = segments
+        self._unrewritten = 0
 
-    def _rewrite(self, core: Core) -> None:
+    def begin(self, core: Core, keys: list[bytes], now: float) -> None:
         for tier, its in self._segments.items():
             core.rewrite(tier, its)
+
+    def ended(self, core: Core) -> bool:
+        self._unrewritten = core.unrewritten
+        return not core.rewrites
 
     def cancel(self, core: Core) -> None:
         for tier in self._segments:
             core.rewrite(tier, ())
+
+    @property
+    def fault(self) -> str | None:
+        if not self._unrewritten:
+            return None
+        return (
+            f"{self._unrewritten} segments could not be copied: chunks in them are left under "
+            "older keys, which are still needed"
+        )
 
 
 class _Over(Action):

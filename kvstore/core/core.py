@@ -359,6 +359,16 @@ class Core(CoreSteps):
         return self._settings.left
 
     @property
+    def rewrites(self) -> int:
+        """How many segments are still to be rewritten; `changing` counts them, too."""
+        return sum(target.rewrites for target in self.targets)
+
+    @property
+    def unrewritten(self) -> int:
+        """How many segments could not be rewritten, of those that were to be last."""
+        return sum(target.unrewritten for target in self.targets)
+
+    @property
     def needs_steps(self) -> bool:
         """Whether compaction or a change goes on only if steps are made."""
         rates = any(tier.compaction_rate for tier in self.tiers)

@@ -16,9 +16,12 @@ import pytest
 import kvstore
 from kvstore.api.store import Store
 from kvstore.control.commands import MOST_RUNNING
+from kvstore.core.residency import compactor
 from kvstore.errors import ConfigError
 from kvstore.maintenance.survey import survey
 from kvstore.tiers.disk import DiskTier
+from kvstore.tiers.disk import tier as disk_tier
+from kvstore.tiers.disk.relocation import Relocated
 from kvstore.tiers.keys import KeyRing, parse_keys, read_keys
 from kvstore.tools.cli import main
 from tests.control.test_server import at_path
@@ -384,6 +387,29 @@ async def test_a_disk_becomes_smaller_while_it_is_read_without_end(tmp_path: Pat
             reader.cancel()
         told = store.stats().tiers[0]
         assert (told.corrupt, told.failed_reads, told.errors) == (0, 0, 0)
+
+
+async def test_what_cannot_be_read_is_left_under_its_older_key_and_the_job_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "keys.toml"
+    assert main(["keys", str(file), "--add", "*"]) == 0
+    monkeypatch.setattr(compactor, "FAILURE_PAUSE", 0.05)
+    async with at_path(tmp_path, rows=64, disk=64, encryption_keys=str(file)) as (store, session):
+        keys = keys_of("prompt", 16)
+        await store.put(keys, payloads(keys), durable=True)
+        assert main(["keys", str(file), "--add", "*"]) == 0
+
+        def unreadable(keys: Sequence[bytes], *_: object) -> Relocated:
+            return Relocated([False] * len(keys), error="read: Input/output error")
+
+        monkeypatch.setattr(disk_tier, "relocate", unreadable)
+        job = await ask(session, "reencrypt")
+        assert job["state"] == "failed"
+        assert "segments could not be copied" in job["error"]
+        assert (await ask(session, "reencrypt", dry_run=True))["segments"]["0"] > 0
+        monkeypatch.undo()
+        assert (await ask(session, "reencrypt"))["state"] == "done"
 
 
 async def test_what_is_under_older_keys_is_encrypted_anew_while_it_serves(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvstore.core.residency.compactor import Compactor
+from kvstore.core.residency.compactor import TRIES, Compactor
 from kvstore.types import Completion, Move, Op
 from tests.core.rig import Rig, chain
 
@@ -378,10 +378,24 @@ def test_what_cannot_be_copied_does_not_hold_up_other_segments() -> None:
     rig = sparse(rate=0.0, live=5)
     before = dict(rig.owned().entries)
     (victim,) = {key for key, slot in before.items() if slot == SLOTS}
-    moves = rewrite(rig, [1, 3], steps=2000, failed={victim})
+    moves = rewrite(rig, [1, 3], steps=900, failed={victim})
     assert 3 in {move.segment for move in moves if move.op is Op.SHRINK}
-    assert rig.core.changing == 1
+    assert (rig.core.rewrites, rig.core.changing) == (1, 1)
     assert rig.owned().entries[victim] == SLOTS
+
+
+def test_what_can_never_be_copied_is_left_as_it_is_and_told() -> None:
+    rig = sparse(rate=0.0, live=5)
+    before = dict(rig.owned().entries)
+    (victim,) = {key for key, slot in before.items() if slot == SLOTS}
+    moves = rewrite(rig, [1, 3], steps=3000, failed={victim})
+    tries = [move for move in moves if move.op is Op.LIST and move.segment == 1]
+    assert len(tries) == TRIES
+    assert (rig.core.rewrites, rig.core.unrewritten, rig.core.changing) == (0, 1, 0)
+    assert rig.owned().entries[victim] == SLOTS
+    # Another time it may go well.
+    rewrite(rig, [1], steps=3000)
+    assert (rig.core.unrewritten, rig.owned().entries[victim] == SLOTS) == (0, False)
 
 
 def test_a_segment_that_is_gone_is_not_rewritten_and_a_reset_ends_it() -> None:

@@ -122,6 +122,16 @@ class TierView(ABC):
         return
 
     @property
+    def rewrites(self) -> int:
+        """Segments that are still to be rewritten."""
+        return 0
+
+    @property
+    def unrewritten(self) -> int:
+        """Segments that were to be rewritten last, and could not be."""
+        return 0
+
+    @property
     def surplus(self) -> int:
         """Number of segments that are to be emptied."""
         return 0

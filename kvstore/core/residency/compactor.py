@@ -14,6 +14,7 @@ that are being read or written meanwhile are waited for: their slots, and the fi
 
 Segments that hold what is encrypted with outdated keys are emptied in the same way (`rewrite`), as
 copies are encrypted with the newest keys. Their files are removed, and others grow in their place.
+A segment that could not be emptied several times, as a slot cannot be read, is left as it is.
 
 A tier that is not in use can be laid out anew by the same steps (`lay_out`): an
 emptied segment is filled with the chunks that come next in a given order, and
@@ -22,7 +23,7 @@ segments that are empty in the end are removed.
 
 from __future__ import annotations
 
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from itertools import pairwise
@@ -32,13 +33,16 @@ from kvstore.core.residency.index import Index
 from kvstore.core.residency.slots import Slots
 from kvstore.types import Completion, Move, Op
 
-__all__ = ["Compactor"]
+__all__ = ["TRIES", "Compactor"]
 
 SPARSE = 0.5
 """A segment is worth emptying when at most this share of its slots is in use."""
 
 REWRITES = 32
 """Moves in a second while segments are rewritten; with moves of 2 MiB, 64 MiB/s."""
+
+TRIES = 3
+"""How often it is tried to rewrite a segment before it is left as it is."""
 
 FAILURE_PAUSE = 60.0
 """Seconds without compaction after a copy or a removal failed."""
@@ -49,6 +53,7 @@ class Compactor:
 
     Attributes:
         relocated: chunks copied within the tier. removed_segments: segments given back.
+        unrewritten: segments of the last `rewrite` that were left as they were.
 
     Args:
         tier: the number of the tier.
@@ -89,6 +94,8 @@ class Compactor:
         self._settled: set[int] = set()
         """Segments whose chunks are in order."""
         self._rewrites: deque[int] = deque()
+        self._tries: Counter[int] = Counter()
+        self.unrewritten = 0
         self._rewriting = False
         self._under_way = False
         self._allowance = 0.0
@@ -122,6 +129,8 @@ class Compactor:
     def rewrite(self, segments: Iterable[int]) -> None:
         """Copy the chunks of these segments to other slots, one segment after the other."""
         self._rewrites = deque(segments)
+        self._tries.clear()
+        self.unrewritten = 0
 
     def lay_out(self, order: Sequence[bytes]) -> None:
         """Put the chunks into this order, and give back every segment that is empty then.
@@ -382,6 +391,10 @@ class Compactor:
         if self._rewriting:
             # The next one first: this one may never go well.
             self._rewrites.rotate(-1)
+            self._tries[self._victim] += 1
+            if self._tries[self._victim] >= TRIES and self._victim in self._rewrites:
+                self._rewrites.remove(self._victim)
+                self.unrewritten += 1
         self._stop()
 
     def _stop(self) -> None:

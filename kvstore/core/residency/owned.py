@@ -213,6 +213,14 @@ class OwnedTier(CopyTarget):
         return self.compactor.due(now, idle and healthy)
 
     @property
+    def rewrites(self) -> int:
+        return self.compactor.rewrites
+
+    @property
+    def unrewritten(self) -> int:
+        return self.compactor.unrewritten
+
+    @property
     def surplus(self) -> int:
         return self.slots.surplus + self.compactor.rewrites
 
