@@ -3,7 +3,8 @@
 Of a server everything is taken from its metrics since its start: seconds of prefill that hits have
 saved, by the measured time to compute a chunk; seconds that requests waited for slower tiers; and
 the bytes that were written to each tier for the chunks that were read from it. Of a cache on disk
-it is taken from its records: how many chunks were read again, and when one was last used.
+it is taken from its records: how many chunks were read again, and when one was last used. Of the
+drives that it lies on is told how long they last, where they say so.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
+from kvstore.maintenance.drives import Wear, drives_under, read_wear
 from kvstore.maintenance.survey import NamespaceSurvey, survey
 from kvstore.sizes import format_size
 from kvstore.tools.output import counted, print_json
@@ -38,6 +40,9 @@ FORGOTTEN_DAYS = 7.0
 GAP = 0.5
 """Share of a namespace's files that holds nothing, or chunks from before a reset, from which on
 compacting is worth it."""
+
+YEARS = 3.0
+"""Years that a drive shall last; if it will not, less should be written to it."""
 
 FULL = 0.03
 """Share of the drive below which free space counts as little."""
@@ -80,15 +85,20 @@ def run_doctor(options: argparse.Namespace) -> int:
             no cache at that path.
     """
     waited: float | None = None
+    drives: list[Wear] = []
     if is_url(options.where):
         now = scrape(options.where)
         findings, waited = diagnose(now), now.get("wait_seconds_sum")
     else:
         findings = examine(Path(options.where))
+        asked = map(read_wear, drives_under(Path(options.where)))
+        drives = [each for each in asked if isinstance(each, Wear)]
     if options.json:
-        print_json({"waited_s": waited, "places": [asdict(each) for each in findings]})
+        known = [asdict(each) | {"hours_left": each.hours_left} for each in drives]
+        places = [asdict(each) for each in findings]
+        print_json({"waited_s": waited, "places": places, "drives": known})
     else:
-        print("\n".join(_lines(findings, waited)))
+        print("\n".join([*_lines(findings, waited), *map(_drive, drives)]))
     return int(any(each.verdict == "does not help" for each in findings))
 
 
@@ -210,3 +220,18 @@ def _lines(findings: list[Finding], waited: float | None) -> Iterator[str]:
         yield from (f"  {sentence}" for sentence in each.advice)
     if waited is not None:
         yield f"Requests waited {waited:.1f} s for slower tiers."
+
+
+def _drive(told: Wear) -> str:
+    """One line about a drive."""
+    line = (
+        f"{told.drive}: {100 * told.used:.0f} % of its endurance used in "
+        f"{told.hours / 24:,.0f} days, {format_size(told.written_bytes)} written"
+    )
+    if told.hours_left is None:
+        return f"{line}: too little to say how long it lasts."
+    years = told.hours_left / 24 / 365
+    lasts = f"{line}; at that pace it lasts {years:.1f} years more"
+    if years >= YEARS:
+        return f"{lasts}."
+    return f'{lasts}: try "admission": "endurance" or "reuse", or see kvstore simulate.'

@@ -1,0 +1,107 @@
+"""Drives: how worn the drives under a folder are, as they themselves say.
+
+A flash drive estimates which share of its endurance is used, and counts the hours for which it was
+on (NVM Express Base Specification, SMART / Health Information log). Two programs read that, mostly
+for root alone: ``smartctl`` and ``nvme``.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+__all__ = ["Wear", "drives_under", "read_wear"]
+
+SECONDS = 10.0
+"""How long a program may take to answer."""
+
+UNIT = 512_000
+"""Bytes of one unit in which drives count what was written."""
+
+BLOCK_DEVICES = Path("/sys/dev/block")
+
+
+@dataclass(frozen=True, slots=True)
+class Wear:
+    """What a drive says of its wear.
+
+    Attributes:
+        drive: its device, such as ``/dev/nvme0n1``.
+        used: the share of its endurance that is used; above 1 where it has outlived it.
+        written_bytes: what was written to it in all.
+        hours: for how long it was on.
+    """
+
+    drive: str
+    used: float
+    written_bytes: int
+    hours: int
+
+    @property
+    def hours_left(self) -> float | None:
+        """How long it lasts if it goes on as so far; None where too little of it is used."""
+        if self.used < 0.01 or not self.hours:
+            return None
+        return max(0.0, self.hours * (1 - self.used) / self.used)
+
+
+def drives_under(folder: Path) -> list[str]:
+    """The devices of the drives on which `folder` lies; none where that cannot be told.
+
+    Partitions and what is made of several drives are followed down to the drives.
+    """
+    number = os.stat(folder).st_dev
+    device = BLOCK_DEVICES / f"{os.major(number)}:{os.minor(number)}"
+    return sorted({f"/dev/{each.name}" for each in _drives(device.resolve())})
+
+
+def _drives(device: Path) -> Iterator[Path]:
+    if not device.is_dir():
+        return
+    if (device / "partition").exists():
+        device = device.parent
+    below = device / "slaves"
+    parts = sorted(below.iterdir()) if below.is_dir() else []
+    if not parts:
+        yield device
+    for part in parts:
+        yield from _drives(part.resolve())
+
+
+def read_wear(drive: str) -> Wear | str:
+    """Ask a drive for its wear; returns in words what went wrong, if it cannot be told."""
+    told = "neither smartctl nor nvme is installed"
+    for program, arguments in (("smartctl", ("-j", "-a")), ("nvme", ("smart-log", "-o", "json"))):
+        path = shutil.which(program)
+        if path is None:
+            continue
+        try:
+            # The status of smartctl tells of the drive's health, too.
+            answer = subprocess.run(
+                [path, *arguments, drive], capture_output=True, timeout=SECONDS, check=False
+            )
+            found = _wear_in(drive, json.loads(answer.stdout))
+        except (OSError, ValueError, subprocess.TimeoutExpired):
+            found = None
+        if found is not None:
+            return found
+        told = f"{drive} does not tell {program}, which mostly has to be root"
+    return told
+
+
+def _wear_in(drive: str, answer: Any) -> Wear | None:
+    """Read the answer of either program."""
+    if not isinstance(answer, dict):
+        return None
+    log = answer.get("nvme_smart_health_information_log", answer)
+    used = log.get("percentage_used", log.get("percent_used"))
+    written, hours = log.get("data_units_written"), log.get("power_on_hours")
+    if not all(isinstance(each, int) and each >= 0 for each in (used, written, hours)):
+        return None
+    return Wear(drive, used / 100, written * UNIT, hours)

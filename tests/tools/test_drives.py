@@ -1,0 +1,113 @@
+"""What drives say of their wear. The programs that ask them are replaced by ones that answer."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvstore.maintenance import drives
+from kvstore.maintenance.drives import Wear, drives_under, read_wear
+from kvstore.tools.doctor import _drive
+
+LOG = {"data_units_written": 2_000_000, "power_on_hours": 8760}
+
+
+@pytest.fixture
+def programs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder that is the whole search path."""
+    folder = tmp_path / "bin"
+    folder.mkdir()
+    monkeypatch.setenv("PATH", str(folder))
+    return folder
+
+
+def answers(folder: Path, program: str, answer: object, status: int = 0) -> None:
+    """Install a program that prints an answer, whatever it is asked."""
+    text = answer if isinstance(answer, str) else json.dumps(answer)
+    path = folder / program
+    path.write_text(f"#!/bin/sh\nprintf '%s' '{text}'\nexit {status}\n")
+    path.chmod(0o755)
+
+
+def of_smartctl(used: Any) -> dict[str, Any]:
+    return {"nvme_smart_health_information_log": LOG | {"percentage_used": used}}
+
+
+def test_a_real_folder_lies_on_drives_that_there_are(tmp_path: Path) -> None:
+    assert all(Path("/sys/block", Path(drive).name).exists() for drive in drives_under(tmp_path))
+
+
+def test_what_has_no_drive_of_its_own_has_none() -> None:
+    assert drives_under(Path("/proc")) == []
+
+
+def test_partitions_and_volumes_are_followed_to_their_drives(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    block = tmp_path / "block"
+    for drive, part in (("nvme0n1", "nvme0n1p2"), ("nvme1n1", "nvme1n1p1")):
+        (block / drive / part).mkdir(parents=True)
+        (block / drive / part / "partition").write_text("1")
+    below = block / "dm-0" / "slaves"
+    below.mkdir(parents=True)
+    (below / "nvme0n1p2").symlink_to(block / "nvme0n1" / "nvme0n1p2")
+    (below / "nvme1n1p1").symlink_to(block / "nvme1n1" / "nvme1n1p1")
+    number = os.stat(tmp_path).st_dev
+    devices = tmp_path / "dev"
+    devices.mkdir()
+    (devices / f"{os.major(number)}:{os.minor(number)}").symlink_to(block / "dm-0")
+    monkeypatch.setattr(drives, "BLOCK_DEVICES", devices)
+    assert drives_under(tmp_path) == ["/dev/nvme0n1", "/dev/nvme1n1"]
+
+
+@pytest.mark.parametrize(
+    ("program", "answer"),
+    [
+        ("smartctl", of_smartctl(20)),
+        ("nvme", LOG | {"percent_used": 20}),
+        ("nvme", LOG | {"percentage_used": 20}),
+    ],
+)
+def test_either_program_tells_how_long_a_drive_lasts(
+    programs: Path, program: str, answer: object
+) -> None:
+    # The status of smartctl is not 0 where the drive has had errors.
+    answers(programs, program, answer, status=4)
+    wear = read_wear("/dev/nvme0n1")
+    assert wear == Wear("/dev/nvme0n1", 0.2, 1_024_000_000_000, 8760)
+    assert wear.hours_left == pytest.approx(4 * 8760)
+    assert _drive(wear) == (
+        "/dev/nvme0n1: 20 % of its endurance used in 365 days, 953.7 GiB written; "
+        "at that pace it lasts 4.0 years more."
+    )
+
+
+def test_the_second_program_is_asked_where_the_first_does_not_know(programs: Path) -> None:
+    answers(programs, "smartctl", {"smartctl": {"exit_status": 2}}, status=2)
+    answers(programs, "nvme", LOG | {"percent_used": 3})
+    assert isinstance(read_wear("/dev/nvme0n1"), Wear)
+
+
+@pytest.mark.parametrize(
+    "answer",
+    ["", "not JSON", "[]", "{}", of_smartctl(None), of_smartctl("20 %"), of_smartctl(-1)],
+)
+def test_what_cannot_be_told_is_said_in_words(programs: Path, answer: object) -> None:
+    answers(programs, "smartctl", answer)
+    told = read_wear("/dev/sda")
+    assert isinstance(told, str)
+    assert "smartctl" in told
+
+
+def test_without_either_program_both_are_named(programs: Path) -> None:
+    assert read_wear("/dev/sda") == "neither smartctl nor nvme is installed"
+
+
+def test_a_drive_that_will_not_last_is_to_be_written_less() -> None:
+    assert "admission" in _drive(Wear("/dev/nvme0n1", 0.5, 10**15, 8760))
+    assert "0.0 years" in _drive(Wear("/dev/nvme0n1", 1.2, 10**15, 8760))
+    assert "too little" in _drive(Wear("/dev/nvme0n1", 0.0, 10**12, 24))
