@@ -17,9 +17,9 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
-from kvstore.maintenance.drives import Wear, drives_under, read_wear
 from kvstore.maintenance.survey import NamespaceSurvey, survey
 from kvstore.sizes import format_size
+from kvstore.tools.drives import Wear, drives_under, read_wear
 from kvstore.tools.output import counted, print_json
 from kvstore.tools.top import WHOLE, Snapshot, is_url, scrape
 

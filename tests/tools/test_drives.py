@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from kvstore.maintenance import drives
-from kvstore.maintenance.drives import Wear, drives_under, read_wear
+from kvstore.tools import drives
 from kvstore.tools.doctor import _drive
+from kvstore.tools.drives import Wear, drives_under, read_wear
 
 LOG = {"data_units_written": 2_000_000, "power_on_hours": 8760}
 

@@ -50,17 +50,6 @@ def nothing_left() -> Iterator[None]:
             pass
 
 
-@pytest.fixture(autouse=True)
-def small_heap(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Collections look at what belongs to a world alone: a process of tests has much more."""
-    gc.freeze()
-    yield
-    # The coroutines of a world that is over are destroyed only now, and say so.
-    monkeypatch.setattr(sys, "unraisablehook", lambda told: None)
-    gc.collect()
-    gc.unfreeze()
-
-
 @pytest.mark.parametrize("seed", SEEDS)
 def test_no_promise_is_broken(seed: int) -> None:
     World(seed).run(ACTS)
