@@ -50,6 +50,9 @@ ID_BYTES = 4
 ALL = "*"
 """Whose keys are those of everybody who has none of their own."""
 
+SILENT_SECONDS = 10.0
+"""How long a look may take before a warning says that the source does not answer."""
+
 LOOK_SECONDS = 1.0
 """Seconds after which keys in use are looked up again."""
 
@@ -89,6 +92,7 @@ class KeyRing:
         self._read = _reader(source)
         self._looking, self._reading = threading.Lock(), threading.Lock()
         self._complained = False
+        self._began = 0.0
         self._due = time.monotonic() + LOOK_SECONDS
         self._by_tag: Mapping[bytes, Sequence[Secret]] = {}
         self._others: Sequence[Secret] = ()
@@ -138,25 +142,38 @@ class KeyRing:
         try:
             self.look()
         except ConfigError as error:
-            if not self._complained:
-                logger.warning(
-                    "keys: those from before are kept, as %s cannot be used now: %s",
-                    self.source,
-                    error,
-                    extra=about("keys.unreadable", source=self.source, error=error),
-                )
-            self._complained = True
+            self._complain(error)
         finally:
             self._looking.release()
 
+    def _complain(self, error: Exception) -> None:
+        if not self._complained:
+            logger.warning(
+                "keys: those from before are kept, as %s cannot be used now: %s",
+                self.source,
+                error,
+                extra=about("keys.unreadable", source=self.source, error=error),
+            )
+        self._complained = True
+
+    def _look_later(self) -> None:
+        """Look in a thread, unless a look is under way."""
+        now = time.monotonic()
+        self._due = now + LOOK_SECONDS
+        if not self._looking.acquire(blocking=False):
+            if now - self._began > SILENT_SECONDS:
+                self._complain(TimeoutError(f"no answer for {now - self._began:.0f} s"))
+            return
+        self._began = now
+        try:
+            threading.Thread(target=self._look, name="kvstore-keys", daemon=True).start()
+        except RuntimeError:
+            # No thread can be started now; a later use tries again.
+            self._looking.release()
+
     def _of(self, key: bytes) -> Sequence[Secret]:
-        if time.monotonic() >= self._due and self._looking.acquire(blocking=False):
-            self._due = time.monotonic() + LOOK_SECONDS
-            try:
-                threading.Thread(target=self._look, name="kvstore-keys", daemon=True).start()
-            except RuntimeError:
-                # No thread can be started now; the next use tries again.
-                self._looking.release()
+        if time.monotonic() >= self._due:
+            self._look_later()
         return self._by_tag.get(key[: self.tag_bytes], self._others)
 
     def _take(self, found: Mapping[str, Any]) -> None:

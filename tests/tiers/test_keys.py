@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 import threading
+import time
 import types
 from collections.abc import Callable
 from pathlib import Path
@@ -220,10 +221,11 @@ def test_a_change_is_noticed_while_keys_are_used(
     until(lambda: ring.newest(KEY).material == NEW)
 
 
-def test_nobody_waits_for_a_source_that_hangs(
-    service: Any, monkeypatch: pytest.MonkeyPatch
+def test_nobody_waits_for_a_source_that_hangs_and_the_log_says_that_it_does(
+    service: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr("kvstore.tiers.keys.LOOK_SECONDS", 0.0)
+    monkeypatch.setattr("kvstore.tiers.keys.SILENT_SECONDS", 0.05)
     ring = KeyRing("key_service:fetch")
     asked, goes_on = threading.Event(), threading.Event()
     keys = service.keys
@@ -240,8 +242,13 @@ def test_nobody_waits_for_a_source_that_hangs(
         for _ in range(100):
             assert ring.newest(KEY).material == NEW
         assert asked.wait(30)
-        # It is asked once, not once for each use.
+        time.sleep(0.1)
+        for _ in range(10):
+            assert ring.newest(KEY).material == NEW
+        # It is asked once, not once for each use, and complained of once.
         assert service.asked == 1
+        (record,) = (one for one in caplog.records if one.name == "kvstore.keys")
+        assert "no answer for" in record.getMessage()
     finally:
         goes_on.set()
 
