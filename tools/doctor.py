@@ -230,6 +230,8 @@ def _drive(told: Wear) -> str:
     )
     if told.hours_left is None:
         return f"{line}: too little to say how long it lasts."
+    if not told.hours_left:
+        return f"{line}: replace it."
     years = told.hours_left / 24 / 365
     lasts = f"{line}; at that pace it lasts {years:.1f} years more"
     if years >= YEARS:

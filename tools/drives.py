@@ -18,6 +18,9 @@ from typing import Any
 
 __all__ = ["Wear", "drives_under", "read_wear"]
 
+LEAST_USED = 0.03
+"""Share of the endurance below which nothing is forecast: drives tell it in whole hundredths."""
+
 SECONDS = 10.0
 """How long a program may take to answer."""
 
@@ -46,9 +49,9 @@ class Wear:
     @property
     def hours_left(self) -> float | None:
         """How long it lasts if it goes on as so far; None where too little of it is used."""
-        if self.used < 0.01 or not self.hours:
-            return None
-        return max(0.0, self.hours * (1 - self.used) / self.used)
+        if self.used >= 1:
+            return 0.0
+        return self.hours * (1 - self.used) / self.used if self.used >= LEAST_USED else None
 
 
 def drives_under(folder: Path) -> list[str]:
@@ -87,7 +90,7 @@ def read_wear(drive: str) -> Wear | str:
                 [path, *arguments, drive], capture_output=True, timeout=SECONDS, check=False
             )
             found = _wear_in(drive, json.loads(answer.stdout))
-        except (OSError, ValueError, subprocess.TimeoutExpired):
+        except (OSError, ValueError, RecursionError, subprocess.TimeoutExpired):
             found = None
         if found is not None:
             return found
@@ -100,8 +103,19 @@ def _wear_in(drive: str, answer: Any) -> Wear | None:
     if not isinstance(answer, dict):
         return None
     log = answer.get("nvme_smart_health_information_log", answer)
-    used = log.get("percentage_used", log.get("percent_used"))
-    written, hours = log.get("data_units_written"), log.get("power_on_hours")
-    if not all(isinstance(each, int) and each >= 0 for each in (used, written, hours)):
+    if not isinstance(log, dict):
+        return None
+    used = _whole(log.get("percentage_used", log.get("percent_used")), most=255)
+    written, hours = _whole(log.get("data_units_written")), _whole(log.get("power_on_hours"))
+    if used is None or written is None or hours is None:
         return None
     return Wear(drive, used / 100, written * UNIT, hours)
+
+
+def _whole(value: object, most: int = 2**128) -> int | None:
+    """A number as a drive has it; some versions of nvme write whole numbers as 20.0."""
+    if isinstance(value, float) and value.is_integer():
+        value = int(value)
+    if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value <= most:
+        return None
+    return value

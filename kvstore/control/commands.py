@@ -220,6 +220,8 @@ class Commands:
         running = [job for job in self._jobs.values() if job.state == "running"]
         if len(running) >= MOST_RUNNING:
             raise KVStoreError(f"{len(running)} jobs run already: wait, or cancel one")
+        if command == "reencrypt" and (mine := [j for j in running if j.command == command]):
+            raise KVStoreError(f"job {mine[0].number} does that already: wait, or cancel it")
         if self._act is None:
             raise KVStoreError("the store is being opened: ask again")
         self._number += 1

@@ -23,6 +23,10 @@ from kvstore.core.wait_queue import FORGET_AFTER, WaitQueue
 
 __all__ = ["StoreGrant", "Stores"]
 
+LOADED_WITHIN = 0.25
+"""Seconds in which chunks that a request has waited for are loaded, if they are, although the same
+request waits to store others."""
+
 MOST_REPEATED = 64
 """Deferrals that are kept of requests that were deferred again, at least."""
 
@@ -115,7 +119,9 @@ class Stores:
         again = request.store_deferred is not None
         # A store that is offered again leaves alone what was looked up since: a caller that does
         # both at once would give up chunks for one and want them back for the other without end.
-        if not again and (request.leases or request.state is not RequestState.SCANNING):
+        silent = now - max(request.asked, request.moved) > LOADED_WITHIN
+        over = not again or (request.state is RequestState.ANSWERED and silent)
+        if over and (request.leases or request.state is not RequestState.SCANNING):
             self._queue.remove(request)
         offered = list(dict.fromkeys(keys))
         self._chains.extend(request, offered)
@@ -146,6 +152,9 @@ class Stores:
                 return None
             self.refused += len(new) - room
         self.forget_deferred(request)
+        if request.state is RequestState.ANSWERED and not request.leases:
+            # What it looked up meanwhile is over; it may look up anew.
+            self._queue.remove(request)
         if chunks is None:
             chunks = pool.reserve(new[:room], -1, request_id)
         set_depths(chunks, self._chains.depths(request))

@@ -408,6 +408,21 @@ async def test_what_cannot_be_read_is_left_under_its_older_key_and_the_job_says_
         assert job["state"] == "failed"
         assert "segments could not be copied" in job["error"]
         assert (await ask(session, "reencrypt", dry_run=True))["segments"]["0"] > 0
+        goes_on = threading.Event()
+
+        def slow(keys: Sequence[bytes], *_: object) -> Relocated:
+            goes_on.wait(PATIENCE)
+            return unreadable(keys)
+
+        monkeypatch.setattr(disk_tier, "relocate", slow)
+        async with session.post("/v1/reencrypt", json={}) as response:
+            assert response.status == 202
+            number = (await response.json())["job"]
+        async with session.post("/v1/reencrypt", json={}) as response:
+            assert f"job {number} does that already" in (await response.json())["error"]
+        async with session.delete(f"/v1/jobs/{number}") as response:
+            assert response.status == 200
+        goes_on.set()
         monkeypatch.undo()
         assert (await ask(session, "reencrypt"))["state"] == "done"
 

@@ -398,6 +398,15 @@ def test_what_can_never_be_copied_is_left_as_it_is_and_told() -> None:
     assert (rig.core.unrewritten, rig.owned().entries[victim] == SLOTS) == (0, False)
 
 
+def test_a_reset_leaves_nothing_that_could_not_be_copied() -> None:
+    rig = sparse(rate=0.0, live=5)
+    victims = {key for key, slot in rig.owned().entries.items() if slot == SLOTS}
+    rewrite(rig, [1], steps=3000, failed=victims)
+    assert rig.core.unrewritten == 1
+    rig.core.reset()
+    assert rig.core.unrewritten == 0
+
+
 def test_a_segment_that_is_gone_is_not_rewritten_and_a_reset_ends_it() -> None:
     rig = sparse(rate=0.0)
     assert rewrite(rig, [17]) == []

@@ -151,6 +151,52 @@ def test_a_store_offered_again_leaves_what_its_request_waits_for_meanwhile() -> 
     assert rig.resolve(here, "both") == 2
 
 
+@pytest.mark.parametrize("decided", [False, True])
+def test_what_was_looked_up_while_a_store_waited_is_over_when_it_is_granted(decided: bool) -> None:
+    busy, here, keys = chain("busy", 4), chain("a", 2), chain("b", 2)
+    rig = Rig(rows=4, on=(here,))
+    rig.put(busy)
+    rig.settle()
+    rig.load(busy)
+    assert rig.core.prepare_store(keys, "both") is None
+    rig.step()
+    assert rig.ask(here, "both") is None
+    rig.step()
+    if decided:
+        rig.core.on_request_decided("both", loads=False)
+    else:
+        rig.wait(3.0)
+        assert rig.ask(here, "both") == 0, "the deadline"
+    rig.core.complete_load(busy, "r")
+    rig.step()
+    grant = rig.core.prepare_store(keys, "both")
+    assert grant is not None
+    rig.core.complete_store(grant.keys, "both")
+    rig.settle()
+    assert rig.resolve(here, "both") == 2
+
+
+def test_a_store_does_not_wait_for_what_its_request_looked_up_and_does_not_load() -> None:
+    here, keys = chain("a", 4), chain("b", 4)
+    rig = Rig(rows=4, on=(here,), lease=10.0)
+    busy = chain("busy", 4)
+    rig.put(busy)
+    rig.settle()
+    rig.load(busy)
+    assert rig.core.prepare_store(keys, "both") is None
+    rig.core.complete_load(busy, "r")
+    rig.step()
+    assert rig.ask(here, "both") is None
+    rig.settle()
+    rig.settle()
+    assert rig.core._requests["both"].leases
+    assert rig.core.prepare_store(keys, "both") is None, "it may be about to load"
+    rig.wait(0.5)
+    grant = rig.core.prepare_store(keys, "both")
+    assert grant is not None
+    assert len(grant.keys) > 0
+
+
 def test_a_request_that_loads_is_deferred_like_any_other() -> None:
     rig = Rig(rows=4, on=())
     busy = chain("busy", 2)

@@ -70,6 +70,7 @@ def test_partitions_and_volumes_are_followed_to_their_drives(
         ("smartctl", of_smartctl(20)),
         ("nvme", LOG | {"percent_used": 20}),
         ("nvme", LOG | {"percentage_used": 20}),
+        ("nvme", {"data_units_written": 2e6, "power_on_hours": 8760.0, "percent_used": 20.0}),
     ],
 )
 def test_either_program_tells_how_long_a_drive_lasts(
@@ -94,7 +95,16 @@ def test_the_second_program_is_asked_where_the_first_does_not_know(programs: Pat
 
 @pytest.mark.parametrize(
     "answer",
-    ["", "not JSON", "[]", "{}", of_smartctl(None), of_smartctl("20 %"), of_smartctl(-1)],
+    [
+        "",
+        "not JSON",
+        "[]",
+        "[" * 100_000,
+        "{}",
+        {"nvme_smart_health_information_log": None},
+        {"nvme_smart_health_information_log": [1]},
+        *map(of_smartctl, (None, "20 %", -1, 256, 10**400, 0.5, True)),
+    ],
 )
 def test_what_cannot_be_told_is_said_in_words(programs: Path, answer: object) -> None:
     answers(programs, "smartctl", answer)
@@ -109,5 +119,6 @@ def test_without_either_program_both_are_named(programs: Path) -> None:
 
 def test_a_drive_that_will_not_last_is_to_be_written_less() -> None:
     assert "admission" in _drive(Wear("/dev/nvme0n1", 0.5, 10**15, 8760))
-    assert "0.0 years" in _drive(Wear("/dev/nvme0n1", 1.2, 10**15, 8760))
+    assert "replace it" in _drive(Wear("/dev/nvme0n1", 1.2, 10**15, 8760))
+    assert "too little" in _drive(Wear("/dev/nvme0n1", 0.01, 10**12, 30))
     assert "too little" in _drive(Wear("/dev/nvme0n1", 0.0, 10**12, 24))

@@ -214,7 +214,7 @@ class Compactor:
         self._end()
         self._under_way = False
         self._groups, self._settled = None, set()
-        self._rewrites.clear()
+        self.rewrite(())
 
     def _relocated(self, move: Move, completion: Completion, now: float) -> bool:
         """Take in copies; returns whether all chunks that may be intact were copied."""
