@@ -582,8 +582,8 @@ FAULTS = (
         ),
         (
             "keys that cannot be read are forgotten",
-            "            self._complained = True\n",
-            "            self._complained, self._others = True, []\n",
+            "            self._complain(error)\n",
+            "            self._complain(error)\n            self._others = []\n",
         ),
     ),
     *_in(
