@@ -228,10 +228,10 @@ def _drive(told: Wear) -> str:
         f"{told.drive}: {100 * told.used:.0f} % of its endurance used in "
         f"{told.hours / 24:,.0f} days, {format_size(told.written_bytes)} written"
     )
+    if told.used >= 1:
+        return f"{line}: replace it."
     if told.hours_left is None:
         return f"{line}: too little to say how long it lasts."
-    if not told.hours_left:
-        return f"{line}: replace it."
     years = told.hours_left / 24 / 365
     lasts = f"{line}; at that pace it lasts {years:.1f} years more"
     if years >= YEARS:

@@ -407,6 +407,14 @@ def test_a_reset_leaves_nothing_that_could_not_be_copied() -> None:
     assert rig.core.unrewritten == 0
 
 
+def test_what_a_closed_tier_was_to_rewrite_is_not_rewritten() -> None:
+    rig = sparse(rate=0.0, live=5)
+    rig.owned().rewrite([1, 2])
+    rig.step(0.1)
+    rig.core.reset(close_tiers=True)
+    assert (rig.core.rewrites, rig.core.unrewritten) == (0, 2)
+
+
 def test_a_segment_that_is_gone_is_not_rewritten_and_a_reset_ends_it() -> None:
     rig = sparse(rate=0.0)
     assert rewrite(rig, [17]) == []

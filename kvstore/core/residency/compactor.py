@@ -216,6 +216,12 @@ class Compactor:
         self._groups, self._settled = None, set()
         self.rewrite(())
 
+    def close(self) -> None:
+        """Forget everything; the segments that were to be rewritten stay as they are."""
+        left = self.unrewritten + len(self._rewrites)
+        self.reset()
+        self.unrewritten = left
+
     def _relocated(self, move: Move, completion: Completion, now: float) -> bool:
         """Take in copies; returns whether all chunks that may be intact were copied."""
         index, slots = self._index, self._slots

@@ -277,7 +277,7 @@ class OwnedTier(CopyTarget):
 
     def close(self) -> None:
         super().close()
-        self.compactor.reset()
+        self.compactor.close()
 
     def stats(self) -> TierStats:
         return self._stats(
