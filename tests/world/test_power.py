@@ -9,10 +9,12 @@ from __future__ import annotations
 import random
 from collections.abc import Callable
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 
 from kvstore.testing.bench import key_of
+from kvstore.tiers.disk import epoch
 from kvstore.tiers.disk.epoch import raise_epoch, read_epoch
 from kvstore.tiers.disk.extents import Extent, Writing, read_extents
 from kvstore.tiers.disk.format import Geometry
@@ -89,6 +91,25 @@ def test_chunks_that_were_moved_are_there_although_their_segment_is_gone(seed: i
         assert outcome.ok == [True] * len(KEYS), outcome.error
         assert list(map(bytes, found)) == list(map(bytes, payloads()))
         segment.close()
+
+    across_a_power_cut(seed, before, after)
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_an_epoch_that_somebody_enters_stays_though_who_raised_it_failed(seed: int) -> None:
+    def before() -> None:
+        NAMESPACE.establish(DISK, STRICT)
+        folder = DISK / NAMESPACE.name
+        with (
+            patch.object(epoch, "_sync", side_effect=OSError("full")),
+            pytest.raises(OSError, match="full"),
+        ):
+            raise_epoch(folder, 7)
+        # The next process finds it there, and writes chunks of it.
+        assert raise_epoch(folder, read_epoch(folder)) == 7
+
+    def after() -> None:
+        assert read_epoch(DISK / NAMESPACE.name) == 7
 
     across_a_power_cut(seed, before, after)
 

@@ -80,6 +80,8 @@ def raise_epoch(folder: Path, epoch: int) -> int:
     """
     standing = read_epoch(folder)
     if standing >= epoch:
+        # Who wrote it may have failed, or been killed, before it was durable.
+        _sync(folder)
         return standing
     # On NFS a lock that excludes others needs a descriptor that may write.
     lock = os.open(folder / namespace.FILE_NAME, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
@@ -88,6 +90,7 @@ def raise_epoch(folder: Path, epoch: int) -> int:
         standing = read_epoch(folder)
         if standing < epoch:
             _write(folder, epoch)
+        _sync(folder)
         return standing
     finally:
         os.close(lock)
@@ -116,6 +119,10 @@ def _write(folder: Path, epoch: int) -> None:
     finally:
         os.close(fd)
     os.rename(temporary, folder / EPOCH_NAME)
+
+
+def _sync(folder: Path) -> None:
+    """Make the name of the file durable."""
     above = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         os.fsync(above)
