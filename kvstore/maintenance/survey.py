@@ -21,7 +21,7 @@ from kvstore.policies.tenants import OTHERS, TAG_BYTES, tag_of
 from kvstore.tiers.disk.epoch import EPOCH_NAME, lost_epoch, read_epoch
 from kvstore.tiers.disk.fault import Fault
 from kvstore.tiers.disk.index import read_index
-from kvstore.tiers.disk.lane import LOCK_NAME, lane_folders, lane_owner
+from kvstore.tiers.disk.lane import LOCK_NAME, lane_folders, lane_owner, newest_told
 from kvstore.tiers.disk.namespace import FILE_NAME, read_namespace
 from kvstore.tiers.disk.segment import is_probe, segment_files
 from kvstore.tiers.sealing import Sealer, is_sealed
@@ -249,7 +249,8 @@ def _namespace(folder: Path) -> NamespaceSurvey:
         found.faults += _lane(lane, found)
         lane.epoch = max((each.epoch for each in lane.segments if each.live), default=None)
     newest = max((lane.epoch for lane in found.lanes if lane.epoch is not None), default=0)
-    with contextlib.suppress(KVStoreError):
+    with contextlib.suppress(KVStoreError, OSError):
+        newest = max(newest, newest_told(folder)[0])
         # There may have been a reset meanwhile.
         if newest > found.epoch and newest > (epoch := read_epoch(folder)):
             found.lost = Fault(str(folder), None, lost_epoch(folder, newest, epoch))

@@ -79,8 +79,8 @@ GROWTH = [
     Point("after the space is allocated", "kvstore.tiers.disk.segment:_allocate", "after"),
     Point("before the segment gets its name", "os:rename", "before"),
     Point("after the segment got its name", "os:rename", "after"),
-    Point("before the folder is synced", "kvstore.tiers.disk.segment:_sync_folder", "before"),
-    Point("after the folder is synced", "kvstore.tiers.disk.segment:_sync_folder", "after"),
+    Point("before the folder is synced", "kvstore.tiers.disk.segment:sync_folder", "before"),
+    Point("after the folder is synced", "kvstore.tiers.disk.segment:sync_folder", "after"),
 ]
 
 CLOSING = [

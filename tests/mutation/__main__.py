@@ -52,6 +52,7 @@ NEAR = {
         "index": "format erasing",
         "extents": "extents noted_uses corruption encryption",
         "relocation": "relocation world/power encryption",
+        "tier": "epoch disk_contract",
         "volume": "epoch noted_uses space unowned corruption faults/files",
         "lane": "trust peers store/sync store/home",
         "epoch": "epoch world/power",

@@ -422,7 +422,7 @@ FAULTS = (
         ),
         (
             "the name of a new segment is not durable",
-            "            name = path\n            _sync_folder(folder)",
+            "            name = path\n            sync_folder(folder)",
             "            name = path",
         ),
         (
@@ -617,6 +617,11 @@ FAULTS = (
             "            segment.epoch += 0\n",
         ),
         (
+            "a reset goes back to an epoch in which others have been",
+            "return max(read_epoch(self.lane.folder.parent), told)",
+            "return min(read_epoch(self.lane.folder.parent), told)",
+        ),
+        (
             "a new segment is of the first epoch",
             "segment.epoch = self.epoch",
             "segment.epoch = 0",
@@ -671,6 +676,14 @@ FAULTS = (
             "of two processes that reset at once both are told that they did it",
             "        standing = read_epoch(folder)\n        if standing < epoch:",
             "        if standing < epoch:",
+        ),
+    ),
+    *_in(
+        "tiers/disk/tier.py",
+        (
+            "only a lane with newer chunks notices that an epoch was lost",
+            "        if newest > epoch:\n",
+            "        if newest < 0:\n",
         ),
     ),
     *_in(

@@ -168,6 +168,41 @@ async def test_a_lane_that_is_newer_than_the_epoch_of_its_namespace_is_refused(
         open_bench()
 
 
+async def test_a_lost_epoch_is_noticed_by_a_lane_that_holds_no_newer_chunks(
+    open_bench: OpenBench, folder: Path
+) -> None:
+    bench, peer = open_bench(), open_bench()
+    await bench.store(KEYS[:4], range(4))
+    await bench.tier.close([])
+    # Only the peer has been in epoch 1, and has told so.
+    assert await peer.tier.clear() is not None
+    await peer.tier.close([])
+    (folder / NAMESPACE.name / EPOCH_NAME).unlink()
+    for _ in range(2):
+        with pytest.raises(ForeignFileError, match="lane-1: has been in epoch 1, and .* was lost"):
+            open_bench()
+    raise_epoch(folder / NAMESPACE.name, 1)
+    assert list(open_bench().opening.entries) == []
+
+
+@pytest.mark.parametrize("share", [True, False])
+async def test_a_reset_whose_epoch_was_lost_reaches_none_that_somebody_has_been_in(
+    open_bench: OpenBench, folder: Path, share: bool
+) -> None:
+    bench = open_bench(share_after_reset=share)
+    peer = open_bench(share_after_reset=share)
+    for _ in range(3):
+        assert await bench.tier.clear() is not None
+    (folder / NAMESPACE.name / EPOCH_NAME).unlink()
+    # The peer has been in epoch 0 alone. It joins those who were reset, or goes beyond them.
+    assert await peer.tier.clear() is not None
+    assert disk_of(peer).epoch == (3 if share else 4)
+    assert read_epoch(folder / NAMESPACE.name) == disk_of(peer).epoch
+    (folder / NAMESPACE.name / EPOCH_NAME).unlink()
+    assert await bench.tier.clear() is not None
+    assert disk_of(bench).epoch == disk_of(peer).epoch + 1
+
+
 async def test_chunks_of_a_cache_from_before_there_were_epochs_are_found(
     open_bench: OpenBench, folder: Path
 ) -> None:

@@ -364,7 +364,7 @@ async def test_growth_that_fails_at_its_last_step_leaves_nothing_behind(
         raise io_error()
 
     with monkeypatch.context() as patch:
-        patch.setattr("kvstore.tiers.disk.segment._sync_folder", fail)
+        patch.setattr("kvstore.tiers.disk.segment.sync_folder", fail)
         segment, error = await bench.tier.grow()
     assert segment is None
     assert "Input/output error" in str(error)

@@ -420,6 +420,13 @@ async def test_a_cache_whose_epoch_was_lost_is_told_by_every_command(
             )
     epoch.write_bytes(kept)
     assert counted(cache) == [8]
+    # Nor is there a chunk needed for it: whose lane it was has told its epoch.
+    assert main(["purge", str(cache), "--all", "--yes"]) == 0
+    assert main(["compact", str(cache)]) == 0
+    epoch.unlink()
+    capsys.readouterr()
+    assert main(["verify", str(cache)]) == 1
+    assert "was lost, so nobody can tell which chunks are still right" in capsys.readouterr().out
 
 
 async def test_a_person_is_asked_before_chunks_are_erased_that_nobody_finds(

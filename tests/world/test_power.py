@@ -101,7 +101,7 @@ def test_an_epoch_that_somebody_enters_stays_though_who_raised_it_failed(seed: i
         NAMESPACE.establish(DISK, STRICT)
         folder = DISK / NAMESPACE.name
         with (
-            patch.object(epoch, "_sync", side_effect=OSError("full")),
+            patch.object(epoch, "sync_folder", side_effect=OSError("full")),
             pytest.raises(OSError, match="full"),
         ):
             raise_epoch(folder, 7)

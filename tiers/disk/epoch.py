@@ -5,7 +5,8 @@ have changed. It moves its process to a newer epoch, and each record carries the
 epoch of the process that wrote it. The newest epoch of all stands in a small
 file in the namespace's folder, in decimal; no file means 0. It only ever rises:
 it is replaced as a whole and under a lock, so it survives a kill at any moment.
-Where the folders of one tier disagree, the highest counts.
+Where the folders of one tier disagree, the highest counts. The lock file of each lane
+keeps the epoch that its owners have been in, by which it is noticed that the file is lost.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from pathlib import Path
 
 from kvstore.errors import ForeignFileError, PathUnusableError
 from kvstore.tiers.disk import namespace
+from kvstore.tiers.disk.trust import sync_folder
 
 __all__ = ["EPOCH_NAME", "MAX_EPOCH", "lost_epoch", "raise_epoch", "read_epoch"]
 
@@ -60,9 +62,9 @@ def read_epoch(folder: Path) -> int:
 
 
 def lost_epoch(folder: Path, newest: int, epoch: int) -> str:
-    """What is wrong where the namespace in `folder` is of `epoch`, and chunks are of `newest`."""
+    """What is wrong where the namespace in `folder` is of `epoch`, and a lane was in `newest`."""
     return (
-        f"has chunks of epoch {newest}, and its namespace is of epoch {epoch}: the file "
+        f"has been in epoch {newest}, and its namespace is of epoch {epoch}: the file "
         f"{folder / EPOCH_NAME} was lost, so nobody can tell which chunks are still right; remove "
         f"the folder {folder}"
     )
@@ -81,7 +83,7 @@ def raise_epoch(folder: Path, epoch: int) -> int:
     standing = read_epoch(folder)
     if standing >= epoch:
         # Who wrote it may have failed, or been killed, before it was durable.
-        _sync(folder)
+        sync_folder(folder)
         return standing
     # On NFS a lock that excludes others needs a descriptor that may write.
     lock = os.open(folder / namespace.FILE_NAME, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
@@ -90,7 +92,7 @@ def raise_epoch(folder: Path, epoch: int) -> int:
         standing = read_epoch(folder)
         if standing < epoch:
             _write(folder, epoch)
-        _sync(folder)
+        sync_folder(folder)
         return standing
     finally:
         os.close(lock)
@@ -119,12 +121,3 @@ def _write(folder: Path, epoch: int) -> None:
     finally:
         os.close(fd)
     os.rename(temporary, folder / EPOCH_NAME)
-
-
-def _sync(folder: Path) -> None:
-    """Make the name of the file durable."""
-    above = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        os.fsync(above)
-    finally:
-        os.close(above)

@@ -20,7 +20,16 @@ from kvstore.tiers.disk.epoch import MAX_EPOCH
 from kvstore.tiers.disk.trust import ANYBODYS, STRICT, Trust, make_folder
 from kvstore.types import about
 
-__all__ = ["LOCK_NAME", "MAX_LANES", "Lane", "Owner", "lane_folders", "lane_owner", "sharing"]
+__all__ = [
+    "LOCK_NAME",
+    "MAX_LANES",
+    "Lane",
+    "Owner",
+    "lane_folders",
+    "lane_owner",
+    "newest_told",
+    "sharing",
+]
 
 logger = logging.getLogger("kvstore.disk")
 
@@ -32,6 +41,8 @@ LOOK_SECONDS = 5.0
 
 PID_BYTES = 32
 """Of the lock file, for the owner's process; the epoch that it has told follows."""
+
+EPOCH_BYTES = 11
 
 
 class Owner(NamedTuple):
@@ -72,10 +83,10 @@ class Lane:
         raise LaneBusyError(f"lane {number} of {namespace} is in use by process {process}")
 
     def tell_epoch(self, epoch: int) -> None:
-        """Tell those who look at the lane in which epoch its owner is."""
+        """Tell those who look at the lane in which epoch its owner is, and keep it for later."""
         if self._lock is not None:
             with contextlib.suppress(OSError):
-                os.pwrite(self._lock, b"%d\n" % epoch, PID_BYTES)
+                os.pwrite(self._lock, str(epoch).encode().ljust(EPOCH_BYTES), PID_BYTES)
 
     def touch(self) -> None:
         """Tell those who follow the lane that what it holds has changed."""
@@ -124,28 +135,57 @@ def lane_folders(namespace: Path, trust: Trust = ANYBODYS) -> list[tuple[int, Pa
 
 def _tell(text: str) -> None:
     """Log a line once, however often it is said."""
-    if text not in _told:
-        _told.add(text)
+    if text not in _logged:
+        _logged.add(text)
         logger.warning("disk tier: %s", text, extra=about("disk.lane_not_used"))
 
 
-_told: set[str] = set()
+_logged: set[str] = set()
 
 
 def lane_owner(folder: Path) -> Owner | None:
     """The process that owns the lane now, or None."""
     with contextlib.suppress(OSError, ValueError):
-        fd = os.open(folder / LOCK_NAME, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK)
+        fd = os.open(folder / LOCK_NAME, _TO_LOOK)
         try:
             if not _locked(fd, fcntl.LOCK_SH):
-                told = os.read(fd, PID_BYTES), os.read(fd, PID_BYTES)
-                pid, epoch = (int(text) if text.strip().isdigit() else None for text in told)
-                if epoch is not None and epoch > MAX_EPOCH:
-                    epoch = None
-                return Owner(pid, epoch) if pid else None
+                return _told(fd)
         finally:
             os.close(fd)
     return None
+
+
+def newest_told(namespace: Path, trust: Trust = ANYBODYS) -> tuple[int, Path]:
+    """The newest epoch that an owner of a lane has told, and whose folder that is.
+
+    It is 0, of the namespace's folder, if none has. Nobody has been in a newer one, unless
+    lanes are gone or of a version that did not tell. May block.
+
+    Raises:
+        OSError: if the folder cannot be listed.
+    """
+    newest = 0, namespace
+    for _, folder in lane_folders(namespace, trust):
+        with contextlib.suppress(OSError, ValueError):
+            fd = os.open(folder / LOCK_NAME, _TO_LOOK)
+            try:
+                if trust.file_fault(fd, written=True) is None and (owner := _told(fd)) is not None:
+                    newest = max(newest, (owner.epoch or 0, folder))
+            finally:
+                os.close(fd)
+    return newest
+
+
+_TO_LOOK = os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK
+
+
+def _told(fd: int) -> Owner | None:
+    """What the owner of a lane has told in its lock file, the last one if there is none now."""
+    told = os.read(fd, PID_BYTES), os.read(fd, PID_BYTES)
+    pid, epoch = (int(text) if text.strip().isdigit() else None for text in told)
+    if epoch is not None and epoch > MAX_EPOCH:
+        epoch = None
+    return Owner(pid, epoch) if pid else None
 
 
 @contextmanager
@@ -192,7 +232,6 @@ def _lock(folder: Path, trust: Trust) -> int | None:
         os.close(fd)
         return None
     with contextlib.suppress(OSError):
-        os.ftruncate(fd, 0)
         os.pwrite(fd, str(os.getpid()).encode().ljust(PID_BYTES), 0)
     return fd
 

@@ -31,7 +31,7 @@ from kvstore.tiers.disk.format import (
 from kvstore.tiers.disk.index import IndexFile
 from kvstore.tiers.disk.io import IOBackend
 from kvstore.tiers.disk.io.base import read_bytes, write_whole
-from kvstore.tiers.disk.trust import STRICT, Trust
+from kvstore.tiers.disk.trust import STRICT, Trust, sync_folder
 
 __all__ = ["Segment", "is_probe", "read_header", "remove_file", "segment_files"]
 
@@ -108,7 +108,7 @@ class Segment:
             data = backend.open(temporary)
             os.rename(temporary, path)
             name = path
-            _sync_folder(folder)
+            sync_folder(folder)
         except BaseException:
             os.close(fd)
             if data >= 0:
@@ -344,11 +344,3 @@ def _allocate(fd: int, size: int) -> None:
         if error.errno not in (errno.EOPNOTSUPP, errno.EINVAL):
             raise
         os.ftruncate(fd, size)
-
-
-def _sync_folder(folder: Path) -> None:
-    fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)

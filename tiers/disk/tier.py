@@ -15,11 +15,12 @@ from pathlib import Path
 import numpy as np
 
 from kvstore.concurrency import Daemons
-from kvstore.errors import ConfigError, KVStoreError, PathUnusableError
+from kvstore.errors import ConfigError, ForeignFileError, KVStoreError, PathUnusableError
 from kvstore.tiers.base import Tier, Transfer, error_of
-from kvstore.tiers.disk.epoch import read_epoch
+from kvstore.tiers.disk.epoch import lost_epoch, read_epoch
 from kvstore.tiers.disk.format import Geometry
 from kvstore.tiers.disk.io import IOBackend
+from kvstore.tiers.disk.lane import newest_told
 from kvstore.tiers.disk.namespace import Namespace
 from kvstore.tiers.disk.relocation import Place, Relocated, relocate
 from kvstore.tiers.disk.trust import Trust
@@ -122,7 +123,7 @@ class DiskTier(Tier):
                 f"segment_bytes = {self._segment_bytes}: a segment must hold at least one chunk "
                 f"of {self._chunk_bytes} bytes, so at least {smallest} bytes"
             )
-        epoch = max(read_epoch(self._namespace.establish(path, self.trust)) for path in self._paths)
+        epoch = self._standing_epoch()
         try:
             for path in self._paths:
                 volume = Volume(
@@ -172,6 +173,23 @@ class DiskTier(Tier):
             relocation_chunks=max(1, RELOCATION_BYTES // self.geometry.slot_bytes),
             note_chunks=NOTE_CHUNKS,
         )
+
+    def _standing_epoch(self) -> int:
+        """The newest epoch of the namespace, on all paths.
+
+        Raises:
+            ForeignFileError: if a lane was in a newer one.
+        """
+        folders = [self._namespace.establish(path, self.trust) for path in self._paths]
+        try:
+            # In this order, as an epoch is told after it has been written.
+            newest, lane = max(newest_told(folder, self.trust) for folder in folders)
+        except OSError as error:
+            raise PathUnusableError(f"{error.filename}: {error.strerror}") from error
+        epoch = max(read_epoch(folder) for folder in folders)
+        if newest > epoch:
+            raise ForeignFileError(f"{lane}: {lost_epoch(lane.parent, newest, epoch)}")
+        return epoch
 
     def _entries(self) -> list[tuple[bytes, int]]:
         """Return the entries of the volumes, coldest first; for a key on several, the newest."""

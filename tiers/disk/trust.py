@@ -27,7 +27,7 @@ from pathlib import Path
 
 from kvstore.errors import PathUnusableError
 
-__all__ = ["ANYBODYS", "STRICT", "Trust", "make_folder", "open_folder"]
+__all__ = ["ANYBODYS", "STRICT", "Trust", "make_folder", "open_folder", "sync_folder"]
 
 MAX_LINKS = 40
 """Symbolic links on one way, as the kernel has it."""
@@ -182,6 +182,19 @@ def make_folder(folder: Path, trust: Trust, *, own: bool) -> None:
     except (OSError, ValueError) as error:
         reason = error.strerror if isinstance(error, OSError) else error
         raise PathUnusableError(f"{str(folder)!r} cannot be used: {reason}") from error
+
+
+def sync_folder(folder: Path) -> None:
+    """Make the names in `folder` durable. May block.
+
+    Raises:
+        OSError: as the system says.
+    """
+    fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
 
 
 def _check(fd: int, shown: Path, trust: Trust, *, sticky: bool) -> None:

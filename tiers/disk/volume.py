@@ -38,7 +38,7 @@ from kvstore.tiers.disk.extents import (
 )
 from kvstore.tiers.disk.format import Geometry, Records
 from kvstore.tiers.disk.io import choose_backend
-from kvstore.tiers.disk.lane import Lane
+from kvstore.tiers.disk.lane import Lane, newest_told
 from kvstore.tiers.disk.namespace import Namespace
 from kvstore.tiers.disk.recovery import Recovered, held_geometry, recover
 from kvstore.tiers.disk.segment import Segment, segment_files
@@ -436,11 +436,14 @@ class Volume:
             return None
 
     def newest_epoch(self) -> int | str:
-        """The newest epoch of the namespace here, or why that is not known. May block."""
+        """The newest epoch that somebody has been in here, or why that is not known. May block."""
         try:
-            return read_epoch(self.lane.folder.parent)
+            told, _ = newest_told(self.lane.folder.parent, self.trust)
+            return max(read_epoch(self.lane.folder.parent), told)
         except KVStoreError as error:
             return str(error)
+        except OSError as error:
+            return f"{self.lane.folder.parent}: cannot be listed: {error.strerror}"
 
     def raise_epoch(self, epoch: int) -> int | str:
         """Raise the newest epoch here to `epoch` at least; what it was, or why not. May block."""
