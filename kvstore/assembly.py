@@ -17,12 +17,14 @@ from kvstore.core.residency.remote_answers import MOST_ANSWERS
 from kvstore.core.statistics import tier_names
 from kvstore.engine.engine import Beside
 from kvstore.errors import ConfigError, KVStoreError
+from kvstore.gate import read_gate
 from kvstore.observe.recorder import Recorder
 from kvstore.plugins import TierPlace, build_filters, build_policy, create_tier, tail_bytes_of
 from kvstore.policies.table import COMPILED
 from kvstore.policies.tenants import Shares, tag_of
 from kvstore.sizes import format_size
 from kvstore.tiers import Tier
+from kvstore.tiers.codec import Codec
 from kvstore.tiers.disk import DiskTier, PeerLanes
 from kvstore.tiers.disk.namespace import Namespace
 from kvstore.tiers.keys import KeyRing
@@ -40,6 +42,7 @@ __all__ = [
     "ColdestFirst",
     "assemble",
     "build",
+    "codec_of",
     "key_ring",
     "namespace_of",
     "open_tiers",
@@ -220,13 +223,43 @@ def spans_of(
 def namespace_of(
     config: Config, chunk_bytes: int, slot_bytes: int, label: str, identity: Mapping[str, Any]
 ) -> Namespace:
-    """Return the namespace of chunks of this size and identity, named by `config` or `label`."""
+    """Return the namespace of chunks of this size and identity, named by `config` or `label`.
+
+    Raises:
+        ConfigError: if chunks cannot be encoded as `config` demands.
+    """
     whole = {**identity, "chunk_bytes": chunk_bytes, "slot_bytes": slot_bytes}
+    codec = codec_of(config, chunk_bytes, identity)
+    if codec is not None:
+        # What is on disk has other sizes, and is a chunk of its own for those who only copy it.
+        whole["codec"] = {**codec.identity, "chunk_bytes": chunk_bytes}
+        whole["chunk_bytes"] = codec.coded_bytes(chunk_bytes)
+        whole["slot_bytes"] = round_to_page(whole["chunk_bytes"])
     if config.encryption_keys is not None:
         whole["encryption"] = CIPHER
     if config.namespace is not None:
         return Namespace(config.namespace, whole)
     return Namespace.of(label, whole)
+
+
+def codec_of(config: Config, chunk_bytes: int, identity: Mapping[str, Any] | None) -> Codec | None:
+    """Return the codec of chunks on disk, if they have one.
+
+    Args:
+        identity: of the cache; None if it is not known yet.
+
+    Raises:
+        ConfigError: if no gate lets them be encoded.
+    """
+    if config.disk_codec is None:
+        return None
+    try:
+        gate = read_gate(config.disk_codec)
+        if chunk_bytes % 2:
+            raise ConfigError(f"chunk_bytes = {chunk_bytes}: must be even, as numbers have 2 bytes")
+        return gate.codec_for(gate.identity if identity is None else identity)
+    except ConfigError as error:
+        raise ConfigError(f"disk_codec = {str(config.disk_codec)!r}: {error}") from error
 
 
 def key_ring(config: Config) -> KeyRing | None:
@@ -258,8 +291,9 @@ def open_tiers(
     if keys is not None:
         parts.append(f"tiers are encrypted with keys of {keys.source}")
     place = TierPlace(namespace.name, namespace.identity, chunk_bytes, keys)
+    codec = codec_of(config, chunk_bytes, namespace.identity) if config.tiers else None
     for tier_config in config.tiers:
-        opened = _tiers_of(tier_config, place)
+        opened = _tiers_of(tier_config, place, codec)
         for tier in opened:
             recovered = tier.open(region)
             tiers.append(tier)
@@ -269,7 +303,9 @@ def open_tiers(
                 if found:
                     parts.append(f"{_label(views)}: {tier.description} with {found} chunks")
                 continue
-            view = _view(number, recovered, tier_config, in_flight, chunk_bytes, config.tenants)
+            stored = codec is not None and isinstance(tier_config, DiskConfig)
+            size = codec.coded_bytes(chunk_bytes) if codec and stored else chunk_bytes
+            view = _view(number, recovered, tier_config, in_flight, size, config.tenants)
             views.append(view)
             said = [tier_config.flow.value]
             if isinstance(view, OwnedTier):
@@ -317,7 +353,7 @@ def recency_of(tiers: Sequence[TierView]) -> list[ColdestFirst]:
     return [ColdestFirst(tier) for tier in tiers]
 
 
-def _tiers_of(config: DiskConfig | TierConfig, place: TierPlace) -> list[Tier]:
+def _tiers_of(config: DiskConfig | TierConfig, place: TierPlace, codec: Codec | None) -> list[Tier]:
     """Create the tiers of one entry of `tiers`, not opened: a tier, and perhaps its peers.
 
     Raises:
@@ -340,6 +376,7 @@ def _tiers_of(config: DiskConfig | TierConfig, place: TierPlace) -> list[Tier]:
         strict_modes=config.strict_modes,
         share_after_reset=config.share_after_reset,
         keys=place.keys,
+        codec=codec,
     )
     return [disk, PeerLanes(disk)] if config.share else [disk]
 

@@ -16,9 +16,14 @@ from pathlib import Path
 
 from tests.copied import copy_project
 
-MODULES = ("policies/_table", "tiers/disk/io/_aio")
+MODULES = ("policies/_table", "tiers/_codec", "tiers/disk/io/_aio")
 
-TESTS = ("tests/policies", "tests/tiers/test_io.py", "tests/tiers/test_disk_contract.py")
+TESTS = (
+    "tests/policies",
+    "tests/tiers/test_codec.py",
+    "tests/tiers/test_io.py",
+    "tests/tiers/test_disk_contract.py",
+)
 
 FLAGS = (
     *("-O1", "-g", "-fno-omit-frame-pointer", "-fsanitize=address,undefined"),

@@ -10,12 +10,21 @@ import ctypes
 import errno
 import mmap
 import os
+import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
 
-__all__ = ["HUGE_PAGE", "PAGE", "backed_by_huge_pages", "new_huge_memfd", "new_memfd", "populate"]
+__all__ = [
+    "HUGE_PAGE",
+    "PAGE",
+    "Scratch",
+    "backed_by_huge_pages",
+    "new_huge_memfd",
+    "new_memfd",
+    "populate",
+]
 
 PAGE = 4096
 HUGE_PAGE = 2 * 1024 * 1024
@@ -100,6 +109,36 @@ def populate(memory: mmap.mmap, *, shared: bool, share: float = 0.0) -> None:
             pages.max()
         else:
             pages[:] = 0
+
+
+class Scratch:
+    """Memory for payloads on their way, used again and again. Safe to use from several threads."""
+
+    def __init__(self) -> None:
+        self._memory: list[mmap.mmap] = []
+        self._lending = threading.Lock()
+
+    def lend(self, size: int) -> mmap.mmap:
+        """Lend memory of `size` bytes at least, until `take_back`.
+
+        Raises:
+            OSError: if the system has none.
+        """
+        with self._lending:
+            for place, memory in enumerate(self._memory):
+                if len(memory) >= size:
+                    return self._memory.pop(place)
+            # It would be too small the next time, too.
+            del self._memory[:1]
+        whole = -(-size // HUGE_PAGE) * HUGE_PAGE
+        memory = mmap.mmap(-1, whole, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        populate(memory, shared=False)
+        return memory
+
+    def take_back(self, memory: mmap.mmap) -> None:
+        """Keep lent memory for the next that asks for it."""
+        with self._lending:
+            self._memory.append(memory)
 
 
 def _touch(address: int, length: int) -> None:

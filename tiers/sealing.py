@@ -13,9 +13,7 @@ takes the place of the digest in a record.
 from __future__ import annotations
 
 import hmac
-import mmap
 import os
-import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from hashlib import sha256
@@ -23,7 +21,7 @@ from typing import Any
 
 from kvstore.errors import ConfigError
 from kvstore.tiers.keys import ID_BYTES, KeyRing, Secret
-from kvstore.tiers.pages import HUGE_PAGE, populate
+from kvstore.tiers.pages import Scratch
 
 try:
     from cryptography.exceptions import InvalidTag
@@ -54,6 +52,9 @@ def is_sealed(identity: Mapping[str, Any]) -> bool:
 class Sealer:
     """Seals and opens the payloads of one namespace. Safe to use from several threads.
 
+    Attributes:
+        scratch: memory for sealed payloads.
+
     Args:
         keys: of the tenants.
         place: what its chunks have in common: a namespace's digest, or a place in a store.
@@ -69,8 +70,7 @@ class Sealer:
             )
         self._keys = keys
         self._place = _LABEL + sha256(place.encode()).digest()
-        self._memory: list[mmap.mmap] = []
-        self._lending = threading.Lock()
+        self.scratch = Scratch()
 
     def seal(self, key: bytes, epoch: int, payload: memoryview, out: memoryview) -> bytes:
         """Encrypt `payload` into `out`, which may be the same memory; returns the seal."""
@@ -112,28 +112,6 @@ class Sealer:
             return False
         return True
 
-    def lend(self, size: int) -> mmap.mmap:
-        """Lend memory of `size` bytes at least, for sealed payloads, until `take_back`.
-
-        Raises:
-            OSError: if the system has none.
-        """
-        with self._lending:
-            for place, memory in enumerate(self._memory):
-                if len(memory) >= size:
-                    return self._memory.pop(place)
-            # It would be too small the next time, too.
-            del self._memory[:1]
-        whole = -(-size // HUGE_PAGE) * HUGE_PAGE
-        memory = mmap.mmap(-1, whole, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-        populate(memory, shared=False)
-        return memory
-
-    def take_back(self, memory: mmap.mmap) -> None:
-        """Keep lent memory for the next that asks for it."""
-        with self._lending:
-            self._memory.append(memory)
-
     @contextmanager
     def sealed(
         self, keys: Sequence[bytes], payloads: Sequence[memoryview]
@@ -143,14 +121,14 @@ class Sealer:
         Nothing may use the memory any more when the block ends.
         """
         size = len(payloads[0]) if payloads else 0
-        memory = self.lend(size * len(payloads))
+        memory = self.scratch.lend(size * len(payloads))
         try:
             view = memoryview(memory)
             parts = [view[at * size : (at + 1) * size] for at in range(len(payloads))]
             each = zip(keys, payloads, parts, strict=True)
             yield parts, [self.seal(key, 0, payload, part) for key, payload, part in each]
         finally:
-            self.take_back(memory)
+            self.scratch.take_back(memory)
 
     def _cipher(
         self, secret: Secret, key: bytes, epoch: int, nonce: bytes, tag: bytes | None

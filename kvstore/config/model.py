@@ -258,6 +258,9 @@ class Config:
         encryption_keys: where the keys are with which chunks are encrypted on disks and in stores:
             path of a file, ``env:NAME`` of a variable, or ``module:function``. By default nothing
             is encrypted. See encryption.md.
+        disk_codec: file that ``kvstore gate`` has written for this model: disks hold chunks in half
+            the bytes, with the codec that it has tried. Numbers are rounded. By default they are
+            stored as they are. See codec.md.
     """
 
     cpu_bytes_to_use: int = field(converter=check.positive_size)
@@ -285,6 +288,7 @@ class Config:
     control_token_file: Path | None = field(default=None, converter=optional(check.file_path))
     tenants: Shares | None = field(default=None, converter=optional(check.tenants))
     encryption_keys: str | None = field(default=None, converter=optional(check.keys_source))
+    disk_codec: Path | None = field(default=None, converter=optional(check.file_path))
 
     @property
     def given_identity(self) -> Mapping[str, Any]:

@@ -5,15 +5,18 @@ from __future__ import annotations
 import logging
 from typing import TYPE_CHECKING, Any
 
-from vllm.v1.kv_cache_interface import MambaSpec
+from vllm.v1.kv_cache_interface import AttentionSpec, MambaSpec
 
 from kvstore.errors import ConfigError
+from kvstore.tiers.codec import GROUP_BYTES
 from kvstore.types import about
 
 if TYPE_CHECKING:
+    from kvstore.gate import Gate
     from kvstore.vllm.engine import Engine
 
 __all__ = [
+    "check_codec",
     "check_continues",
     "check_engine_with_tiers",
     "check_prefix_caching",
@@ -109,6 +112,31 @@ def check_recurrent(config: Any, engine: Engine | None, *, tiers: bool) -> None:
             int(config.cache.blocks_per_chunk),
             extra=about("server.states_lost"),
         )
+
+
+def check_codec(gate: Gate, engine: Engine | None) -> None:
+    """Make sure that all pages of the KV cache are numbers of the type that the codec encodes.
+
+    Raises:
+        ConfigError: if they are not, or that cannot be known.
+    """
+    if engine is None:
+        raise ConfigError(
+            "disk_codec: vLLM's own connector does not tell what a page holds; use KVStoreConnector"
+        )
+    for group in engine.kv_cache_config.kv_cache_groups:
+        spec = group.kv_cache_spec
+        held = str(getattr(spec, "dtype", "of several types")).removeprefix("torch.")
+        if not isinstance(spec, AttentionSpec) or held != gate.dtype:
+            raise ConfigError(
+                f"disk_codec: a KV cache group of this model ({type(spec).__name__}) holds "
+                f"{held}, and the codec encodes attention layers of {gate.dtype}"
+            )
+        if spec.page_size_bytes % GROUP_BYTES:
+            raise ConfigError(
+                f"disk_codec: pages of {spec.page_size_bytes} bytes: must be a multiple of "
+                f"{GROUP_BYTES}, as one scale is for as many bytes"
+            )
 
 
 def _recurrent(kv_cache_config: Any) -> bool:

@@ -18,9 +18,15 @@ from vllm.v1.kv_offload.config import OffloadingConfig
 from kvstore.assembly import rows_for
 from kvstore.config import Config, DiskConfig
 from kvstore.errors import ConfigError
+from kvstore.gate import read_gate
 from kvstore.observe.metrics.table import METRICS
 from kvstore.types import about
-from kvstore.vllm.checks import check_continues, check_engine_with_tiers, check_recurrent
+from kvstore.vllm.checks import (
+    check_codec,
+    check_continues,
+    check_engine_with_tiers,
+    check_recurrent,
+)
 from kvstore.vllm.identity.naming import Naming
 from kvstore.vllm.layout import Layout
 from kvstore.vllm.metrics_report import LABELS, definitions
@@ -118,6 +124,8 @@ class KVStoreOffloadingSpec(OffloadingSpec):
         check_recurrent(self.config, self.engine, tiers=bool(self.store_config.tiers))
         if self.store_config.tiers:
             check_engine_with_tiers(vllm_config)
+        if self.store_config.disk_codec is not None:
+            check_codec(read_gate(self.store_config.disk_codec), self.engine)
         self.identity = {
             **self.layout.identity,
             **self._engine_identity(),

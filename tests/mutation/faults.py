@@ -536,8 +536,8 @@ FAULTS = (
         ),
         (
             "chunks that are written one by one get the same sequence",
-            "Writing(backend, [one], sequence + index, sealer)",
-            "Writing(backend, [one], sequence, sealer)",
+            "Writing(backend, [one], sequence + index, coder)",
+            "Writing(backend, [one], sequence, coder)",
         ),
         (
             "chunks are written as of no epoch",

@@ -257,12 +257,11 @@ async def test_a_write_under_way_counts_as_under_its_key(
     bench = open_bench(keys=ring(keys_file))
     await bench.tier.clear()
     volume = disk_of(bench).volumes[0]
-    segment, sealer = volume.segments[0], volume.sealer
-    assert sealer is not None
+    segment = volume.segments[0]
     assert segment.nonces is not None
     segment.nonces[:] = 0
     rows = [bench.region.row(row) for row in bench.fill(ALICE)]
-    writing = Writing(segment.backend, [Extent(segment, 0, ALICE, rows)], 1, sealer)
+    writing = Writing(segment.backend, [Extent(segment, 0, ALICE, rows)], 1, volume.coder)
     assert not segment.sealed_with(set())
     assert all(writing.end()[0].ok)
     assert not segment.sealed_with(set())
@@ -379,15 +378,15 @@ def test_a_seal_is_of_one_place(keys_file: Path) -> None:
 
 def test_the_memory_of_sealed_payloads_is_used_again(keys_file: Path) -> None:
     sealer = Sealer(ring(keys_file), "here")
-    first = sealer.lend(10_000)
+    first = sealer.scratch.lend(10_000)
     assert len(first) >= 10_000
-    second = sealer.lend(10_000)
-    sealer.take_back(first)
-    assert sealer.lend(5_000) is first
-    sealer.take_back(second)
+    second = sealer.scratch.lend(10_000)
+    sealer.scratch.take_back(first)
+    assert sealer.scratch.lend(5_000) is first
+    sealer.scratch.take_back(second)
     # One that is too small gives way: there are never more than were lent at once.
-    assert len(sealer.lend(len(first) + 1)) > len(first)
-    assert sealer._memory == []
+    assert len(sealer.scratch.lend(len(first) + 1)) > len(first)
+    assert sealer.scratch._memory == []
 
 
 def test_the_index_of_a_sealed_segment_reads_only_sealed_records(

@@ -7,10 +7,11 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from kvstore.tiers.disk.coding import Coder
 from kvstore.tiers.disk.format import RECORD_BYTES, encode_records
 from kvstore.tiers.disk.io import IOV_MAX, IOBackend, IORequest, Moved
 from kvstore.tiers.disk.segment import Segment
-from kvstore.tiers.sealing import TAG_BYTES, Sealer
+from kvstore.tiers.sealing import TAG_BYTES
 
 __all__ = [
     "Extent",
@@ -49,7 +50,11 @@ class Extent:
     @property
     def request(self) -> IORequest:
         """The request for the backend."""
-        return IORequest(self.segment.data, self.buffers, self.segment.offset_of(self.first))
+        buffers, size = self.buffers, self.segment.geometry.slot_bytes
+        if len(buffers[0]) > size:
+            # An encoded chunk is smaller than a row.
+            buffers = [buffer[:size] for buffer in buffers]
+        return IORequest(self.segment.data, buffers, self.segment.offset_of(self.first))
 
     def one_by_one(self) -> list[Extent]:
         """Extents of one slot each."""
@@ -125,15 +130,16 @@ class Reading:
         waits: whether the system still moves bytes, and the thread may do something else.
 
     Args:
-        sealer: opens what is sealed; without one that is read as it is, unverified.
+        coder: turns payloads into chunks; without one they are read as they are, and what is
+            sealed is not verified.
     """
 
     def __init__(
-        self, backend: IOBackend, extents: Sequence[Extent], sealer: Sealer | None = None
+        self, backend: IOBackend, extents: Sequence[Extent], coder: Coder | None = None
     ) -> None:
         self._backend = backend
         self._extents = extents
-        self._sealer = sealer
+        self._coder = coder
         self._records: list[bytes | OSError] = []
         while len(self._records) < len(extents):
             self._records += _read_records(_near(extents, len(self._records)))
@@ -145,16 +151,16 @@ class Reading:
         """Verify each block against its key. A failed block fails alone."""
         moved = self._under_way.end()
         return [
-            _verified(self._backend, extent, raw, done, self._sealer)
+            _verified(self._backend, extent, raw, done, self._coder)
             for extent, raw, done in zip(self._extents, self._records, moved, strict=True)
         ]
 
 
 def read_extents(
-    backend: IOBackend, extents: Sequence[Extent], sealer: Sealer | None = None
+    backend: IOBackend, extents: Sequence[Extent], coder: Coder | None = None
 ) -> list[Outcome]:
     """Read `extents` and verify each block against its key. A failed block fails alone."""
-    return Reading(backend, extents, sealer).end()
+    return Reading(backend, extents, coder).end()
 
 
 def _hashed(extents: Sequence[Extent]) -> int:
@@ -201,7 +207,7 @@ class Writing:
 
     Args:
         sequence: that of the first record; the others count on from it.
-        sealer: seals the payloads, where segments are sealed.
+        coder: turns chunks into payloads; without one they are written as they are.
     """
 
     def __init__(
@@ -209,13 +215,13 @@ class Writing:
         backend: IOBackend,
         extents: Sequence[Extent],
         sequence: int,
-        sealer: Sealer | None = None,
+        coder: Coder | None = None,
     ) -> None:
         self._backend = backend
         self._extents = extents
         self._sequence = sequence
-        self._sealer = sealer
-        self._sealed = None if sealer is None else _Sealed(extents, sealer)
+        self._coder = coder
+        self._coded = None if coder is None else _Coded(extents, coder)
         self._erased: list[OSError | None] = []
         for extent in extents:
             try:
@@ -224,9 +230,7 @@ class Writing:
             except OSError as refused:
                 self._erased.append(refused.with_traceback(None))
         wanted = (
-            [extent.request for extent in extents]
-            if self._sealed is None
-            else self._sealed.requests
+            [extent.request for extent in extents] if self._coded is None else self._coded.requests
         )
         erased = zip(wanted, self._erased, strict=True)
         requests = [request for request, refused in erased if refused is None]
@@ -236,47 +240,47 @@ class Writing:
     def end(self) -> list[Outcome]:
         """Write the records of what was written. A failed block fails alone."""
         moved = iter(self._under_way.end())
-        if self._sealed is not None:
-            self._sealed.end()
+        if self._coded is not None:
+            self._coded.end()
         outcomes: list[Outcome] = []
         sequence = self._sequence
         for place, (extent, failed) in enumerate(zip(self._extents, self._erased, strict=True)):
             done = failed if failed is not None else next(moved)
             if not isinstance(done, OSError):
                 try:
-                    sealed = self._sealed
-                    proofs = done.digests if sealed is None else sealed.seals[place]
+                    seals = self._coded.seals if self._coded is not None else []
+                    proofs = seals[place] if seals else done.digests
                     _write_records(extent, sequence, proofs)
                 except OSError as refused:
                     done = refused.with_traceback(None)
             if isinstance(done, OSError):
-                outcomes.append(_write_failed(self._backend, extent, sequence, done, self._sealer))
+                outcomes.append(_write_failed(self._backend, extent, sequence, done, self._coder))
             else:
                 outcomes.append(Outcome([True] * len(extent.keys), [], None))
             sequence += len(extent.keys)
         return outcomes
 
 
-class _Sealed:
-    """The sealed payloads of extents, in memory that is lent until `end`.
+class _Coded:
+    """The payloads of extents, in memory that is lent until `end`.
 
     Attributes:
-        requests: what writes them, for each extent. seals: theirs, likewise.
+        requests: what writes them, for each extent.
+        seals: theirs, likewise; nothing where they are not sealed.
     """
 
-    def __init__(self, extents: Sequence[Extent], sealer: Sealer) -> None:
-        self._sealer = sealer
+    def __init__(self, extents: Sequence[Extent], coder: Coder) -> None:
+        self._scratch = coder.scratch
         size = extents[0].segment.geometry.slot_bytes if extents else 0
-        self._memory = sealer.lend(size * sum(len(extent.keys) for extent in extents))
+        self._memory = self._scratch.lend(size * sum(len(extent.keys) for extent in extents))
         self.requests: list[IORequest] = []
         self.seals: list[list[bytes]] = []
         view, at = memoryview(self._memory), 0
         for extent in extents:
             segment, seals, buffers = extent.segment, [], []
-            for key, payload in zip(extent.keys, extent.buffers, strict=True):
-                buffer = view[at : at + size]
-                length, at = segment.geometry.chunk_bytes, at + size
-                seals.append(sealer.seal(key, segment.epoch, payload[:length], buffer))
+            for key, row in zip(extent.keys, extent.buffers, strict=True):
+                buffer, at = view[at : at + size], at + size
+                seals.append(coder.encode(key, segment.epoch, row, buffer))
                 buffers.append(buffer)
             if segment.nonces is not None:
                 # Already now: who looks for segments under older keys has to see it.
@@ -285,11 +289,12 @@ class _Sealed:
                 segment.nonces[slots] = np.frombuffer(nonces, "<u4").reshape(-1, 3)
             offset = segment.offset_of(extent.first)
             self.requests.append(IORequest(segment.data, buffers, offset))
-            self.seals.append(seals)
+            if coder.sealer is not None:
+                self.seals.append(seals)
 
     def end(self) -> None:
         """Give the memory back: nothing moves any more."""
-        self._sealer.take_back(self._memory)
+        self._scratch.take_back(self._memory)
 
 
 def _write_records(extent: Extent, sequence: int, digests: Sequence[bytes]) -> None:
@@ -303,12 +308,12 @@ def _write_records(extent: Extent, sequence: int, digests: Sequence[bytes]) -> N
 
 
 def _write_failed(
-    backend: IOBackend, extent: Extent, sequence: int, error: OSError, sealer: Sealer | None
+    backend: IOBackend, extent: Extent, sequence: int, error: OSError, coder: Coder | None
 ) -> Outcome:
     if len(extent.keys) == 1:
         return Outcome([False], [], _told("write to", extent, error))
     return _joined(
-        Writing(backend, [one], sequence + index, sealer).end()[0]
+        Writing(backend, [one], sequence + index, coder).end()[0]
         for index, one in enumerate(extent.one_by_one())
     )
 
@@ -318,33 +323,33 @@ def _verified(
     extent: Extent,
     raw: bytes | OSError,
     done: Moved | OSError,
-    sealer: Sealer | None,
+    coder: Coder | None,
 ) -> Outcome:
-    """Compare what was read with the records that were there just before."""
+    """Compare what was read with the records that were there just before, and decode it."""
     error = raw if isinstance(raw, OSError) else done
     if isinstance(error, OSError):
         if len(extent.keys) == 1:
             return Outcome([False], [], _told("read of", extent, error))
-        return _joined(read_extents(backend, [one], sealer)[0] for one in extent.one_by_one())
+        return _joined(read_extents(backend, [one], coder)[0] for one in extent.one_by_one())
     assert isinstance(raw, bytes)
     assert isinstance(done, Moved)
     segment, first = extent.segment, extent.first
     known = segment.index.chunks(first, raw, segment.epoch)
     if segment.geometry.sealed:
-        return _opened(extent, known, done.length, sealer)
+        return _opened(extent, known, done.length, coder)
     ok = [
         known.get(slot) == each
         for slot, each in enumerate(zip(extent.keys, done.digests, strict=False), first)
     ]
     # What was not moved whole has no digest.
     ok += [False] * (len(extent.keys) - len(ok))
-    if all(ok):
-        return Outcome(ok, [], None)
     # Perhaps the record was just being written again, because its chunk was used: a chunk whose
     # digest is that of the record is the right one, whenever that was read.
     for index, digest in enumerate(done.digests):
         known_now = (extent.keys[index], digest)
         ok[index] = ok[index] or _settled(segment, first + index) == known_now
+        if ok[index] and coder is not None:
+            coder.decode(extent.buffers[index])
     if all(ok):
         return Outcome(ok, [], None)
     wrong = [first + index for index, one in enumerate(ok) if not one]
@@ -355,26 +360,29 @@ def _opened(
     extent: Extent,
     known: Mapping[int, tuple[bytes, bytes]],
     length: int,
-    sealer: Sealer | None,
+    coder: Coder | None,
 ) -> Outcome:
     """Open what was read, the first `length` bytes of an extent; see `_verified`."""
     segment, size = extent.segment, extent.segment.geometry.chunk_bytes
+    sealer = None if coder is None else coder.sealer
     ok: list[bool] = []
     wrong: list[int] = []
     unknown: list[int] = []
     each = zip(extent.keys, extent.buffers, strict=True)
     for slot, (key, buffer) in enumerate(each, extent.first):
         whole = length >= size
-        length -= len(buffer)
+        length -= segment.geometry.slot_bytes
         found = known.get(slot)
         if found is None or found[0] != key:
             found = _settled(segment, slot)
         seal = found[1] if found is not None and found[0] == key else None
         good = whole and seal is not None and _is_last(segment, slot, seal)
-        if good and seal is not None and sealer is not None:
+        if good and seal is not None and sealer is not None and coder is not None:
             if not sealer.has_key(key, seal):
                 unknown.append(slot)
             good = sealer.open(key, segment.epoch, seal, buffer[:size])
+            if good:
+                coder.decode(buffer)
         ok.append(good)
         if not good and slot not in unknown[-1:]:
             wrong.append(slot)

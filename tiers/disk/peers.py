@@ -164,7 +164,7 @@ class PeerLanes(Tier):
         def cut(
             volume: Volume, watch: Watch, share: Sequence[int]
         ) -> list[Callable[[], Parts[str | None]]]:
-            size, threads = self._region.row_bytes, volume.threads.count
+            size, threads = volume.geometry.slot_bytes, volume.threads.count
             extents = cut_extents(
                 [slots[index] for index in share], SLOTS_PER_SEGMENT, size, threads
             )
@@ -222,7 +222,7 @@ class PeerLanes(Tier):
                     [self._region.row(rows[index]) for index in extent],
                 )
             )
-        reading = Reading(volume.backend, wanted, volume.sealer)
+        reading = Reading(volume.backend, wanted, volume.coder)
         if reading.waits:
             yield
         told: str | None = None

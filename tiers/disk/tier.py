@@ -17,6 +17,8 @@ import numpy as np
 from kvstore.concurrency import Daemons
 from kvstore.errors import ConfigError, ForeignFileError, KVStoreError, PathUnusableError
 from kvstore.tiers.base import Tier, Transfer, error_of
+from kvstore.tiers.codec import Codec
+from kvstore.tiers.disk.coding import Coder
 from kvstore.tiers.disk.epoch import lost_epoch, read_epoch
 from kvstore.tiers.disk.format import Geometry
 from kvstore.tiers.disk.io import IOBackend
@@ -26,7 +28,7 @@ from kvstore.tiers.disk.relocation import Place, Relocated, relocate
 from kvstore.tiers.disk.trust import Trust
 from kvstore.tiers.disk.volume import Job, Use, Volume
 from kvstore.tiers.keys import KeyRing
-from kvstore.tiers.pinned import PinnedRegion
+from kvstore.tiers.pinned import PinnedRegion, round_to_page
 from kvstore.tiers.sealing import Sealer
 from kvstore.types import RecoveredTier, about
 
@@ -68,6 +70,7 @@ class DiskTier(Tier):
         share_after_reset: whether a reset joins the epoch of peers that were reset before.
         sealed: whether payloads are sealed.
         keys: with which they are; without them sealed payloads can be relocated, and no more.
+        codec: encodes chunks before they are written, and decodes what is read.
 
     Raises:
         ConfigError: with `keys`, if the package ``cryptography`` is missing.
@@ -88,13 +91,16 @@ class DiskTier(Tier):
         share_after_reset: bool = False,
         sealed: bool = False,
         keys: KeyRing | None = None,
+        codec: Codec | None = None,
     ) -> None:
         self._sealed = sealed or keys is not None
         self.sealer = None if keys is None else Sealer(keys, namespace.digest)
+        self._codec = codec
+        self._coder = Coder.of(self.sealer, codec, chunk_bytes)
         self._share_after_reset = share_after_reset
         self._paths = [paths] if isinstance(paths, Path) else list(paths)
         self._namespace = namespace
-        self._chunk_bytes = chunk_bytes
+        self._stored_bytes = chunk_bytes if codec is None else codec.coded_bytes(chunk_bytes)
         self._capacity = capacity_bytes
         self._segment_bytes = segment_bytes
         self._io = io
@@ -109,19 +115,19 @@ class DiskTier(Tier):
     # -- opening -----------------------------------------------------------------------
 
     def open(self, region: PinnedRegion) -> RecoveredTier:
-        slot_bytes = region.row_bytes
+        slot_bytes = region.row_bytes if self._codec is None else round_to_page(self._stored_bytes)
         wanted = Geometry.wanted(
             self._segment_bytes,
             (self._capacity or 0) // len(self._paths),
             slot_bytes,
-            self._chunk_bytes,
+            self._stored_bytes,
             self._sealed,
         )
         if not wanted.slots:
-            smallest = Geometry(1, slot_bytes, self._chunk_bytes).file_bytes
+            smallest = Geometry(1, slot_bytes, self._stored_bytes).file_bytes
             raise ConfigError(
                 f"segment_bytes = {self._segment_bytes}: a segment must hold at least one chunk "
-                f"of {self._chunk_bytes} bytes, so at least {smallest} bytes"
+                f"of {self._stored_bytes} bytes, so at least {smallest} bytes"
             )
         epoch = self._standing_epoch()
         try:
@@ -136,7 +142,7 @@ class DiskTier(Tier):
                     lane=self._lane,
                     trust=self.trust,
                     epoch=epoch,
-                    sealer=self.sealer,
+                    coder=self._coder,
                 )
                 self.volumes.append(volume)
                 failed = volume.raise_epoch(epoch) if epoch else 0
@@ -241,8 +247,9 @@ class DiskTier(Tier):
     def description(self) -> str:
         geometry, first = self.geometry, self.volumes[0]
         segments = sum(volume.max_segments for volume in self.volumes)
+        codec = "" if self._codec is None else f"{self._codec}, "
         return (
-            f"disk {', '.join(str(volume.lane.folder) for volume in self.volumes)}, "
+            f"disk {', '.join(str(volume.lane.folder) for volume in self.volumes)}, {codec}"
             f"{segments} segments of {geometry.slots} chunks, "
             f"{segments * geometry.file_bytes} B, I/O {first.backend.name} x{first.threads.count}"
         )

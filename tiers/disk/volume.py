@@ -20,6 +20,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvstore.errors import ConfigError, KVStoreError, PathUnusableError
+from kvstore.tiers.disk.coding import Coder
 from kvstore.tiers.disk.descriptors import (
     NO_DESCRIPTORS,
     SPARE_DESCRIPTORS,
@@ -47,7 +48,6 @@ from kvstore.tiers.disk.trust import Trust
 from kvstore.tiers.disk.unowned import UnownedLanes
 from kvstore.tiers.keys import KeyRing
 from kvstore.tiers.pinned import PinnedRegion
-from kvstore.tiers.sealing import Sealer
 from kvstore.types import about
 
 __all__ = ["Job", "Use", "Volume"]
@@ -96,7 +96,7 @@ class Volume:
         lane: number of the lane; by default the first that is free.
         trust: whose folders and files are taken.
         epoch: chunks of another are not found.
-        sealer: seals and opens payloads, where segments are sealed.
+        coder: turns chunks into payloads, where these are sealed or encoded.
 
     Raises:
         KVStoreError: if the path cannot be used.
@@ -114,10 +114,10 @@ class Volume:
         lane: int | None,
         trust: Trust,
         epoch: int = 0,
-        sealer: Sealer | None = None,
+        coder: Coder | None = None,
     ) -> None:
         self.epoch = epoch
-        self.sealer = sealer
+        self.coder = coder
         self.capacity_bytes = capacity_bytes
         self.segments: dict[int, Segment] = {}
         self.max_segments = 0
@@ -178,7 +178,7 @@ class Volume:
             self.backend,
             self.trust,
             self.epoch,
-            self.sealer,
+            None if self.coder is None else self.coder.sealer,
         )
         recovered = self.recovered
         self.segments = recovered.segments
@@ -277,9 +277,9 @@ class Volume:
         sequence: int,
     ) -> Parts[str | None]:
         moving = (
-            Reading(self.backend, extents, self.sealer)
+            Reading(self.backend, extents, self.coder)
             if job.load
-            else Writing(self.backend, extents, sequence, self.sealer)
+            else Writing(self.backend, extents, sequence, self.coder)
         )
         if moving.waits:
             yield

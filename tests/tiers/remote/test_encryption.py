@@ -140,6 +140,6 @@ async def test_no_more_memory_is_lent_than_calls_are_under_way(tmp_path: Path) -
         done = await asyncio.gather(*writes)
         assert all(all(each.ok) for each in done)
         assert tier._sealer is not None
-        assert len(tier._sealer._memory) <= tier.calls_at_once
+        assert len(tier._sealer.scratch._memory) <= tier.calls_at_once
     finally:
         await bench.close()

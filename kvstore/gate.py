@@ -1,0 +1,111 @@
+"""Gate: the file that says that a model's answers stay as they are with a codec.
+
+``kvstore gate`` writes it after a run of the model, and `disk_codec` names it: no chunk is encoded
+for a model that was not tried. Builders of servers measure with their own engine, and write a
+`Gate` themselves.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from secrets import token_hex
+from typing import Any
+
+from kvstore.errors import NOT_PARSED, ConfigError
+from kvstore.tiers.codec import CODECS, DTYPES, Codec
+
+__all__ = ["Gate", "read_gate"]
+
+FORMAT = "kvstore gate 1"
+
+
+@dataclass(frozen=True)
+class Gate:
+    """What a run of a model with a codec has shown.
+
+    Attributes:
+        codec: one of `CODECS`. dtype: of the numbers in a chunk, one of `DTYPES`.
+        identity: what must be equal in the identity of a cache for it to be of this model.
+        figures: what was measured.
+        limits: what each may be at most, by the name of the figure.
+    """
+
+    codec: str
+    dtype: str
+    identity: Mapping[str, Any]
+    figures: Mapping[str, float]
+    limits: Mapping[str, float] = field(default_factory=dict)
+
+    @property
+    def beyond(self) -> list[str]:
+        """The figures that are beyond their limits, or were not measured."""
+        return [
+            name
+            for name, limit in self.limits.items()
+            if not self.figures.get(name, limit + 1) <= limit
+        ]
+
+    def write(self, path: str | os.PathLike[str]) -> None:
+        """Write it to a file, which is replaced as a whole.
+
+        Raises:
+            OSError: if it cannot be written.
+        """
+        path = Path(path)
+        temporary = path.with_name(f".{path.name}.{token_hex(4)}")
+        text = json.dumps({"format": FORMAT, **asdict(self)}, indent=1)
+        try:
+            temporary.write_text(f"{text}\n")
+            os.replace(temporary, path)
+        finally:
+            temporary.unlink(missing_ok=True)
+
+    def codec_for(self, identity: Mapping[str, Any]) -> Codec:
+        """Return the codec, for a cache of this identity.
+
+        Raises:
+            ConfigError: if the run failed, or was of another model.
+        """
+        if self.beyond:
+            told = ", ".join(
+                f"{name} = {self.figures.get(name)}, at most {self.limits[name]}"
+                for name in self.beyond
+            )
+            raise ConfigError(f"this model does not bear the codec {self.codec}: {told}")
+        for name, value in self.identity.items():
+            if identity.get(name) != value:
+                raise ConfigError(
+                    f"it is of a model with {name} = {value!r}, and this one has "
+                    f"{identity.get(name)!r}: run kvstore gate for this one"
+                )
+        return Codec(self.dtype)
+
+
+def read_gate(path: Path) -> Gate:
+    """Return what a file of a gate says.
+
+    Raises:
+        ConfigError: if it cannot be read, or is no such file.
+    """
+    try:
+        told = json.loads(path.read_bytes())
+        if told.pop("format") != FORMAT:
+            raise ConfigError(f"{path}: not of the format {FORMAT!r}")
+        gate = Gate(**told)
+        numbers = [*gate.figures.values(), *gate.limits.values()]
+        if not all(isinstance(number, (int, float)) for number in numbers):
+            raise TypeError("a figure is no number")
+    except OSError as error:
+        raise ConfigError(f"{path}: cannot be read ({error.strerror})") from error
+    except (*NOT_PARSED, AttributeError, KeyError, TypeError) as error:
+        raise ConfigError(f"{path}: not a file that kvstore gate has written ({error})") from error
+    if gate.codec not in CODECS or gate.dtype not in DTYPES:
+        raise ConfigError(
+            f"{path}: codec {gate.codec!r} of {gate.dtype!r} is not known; allowed are "
+            f"{', '.join(CODECS)} of {', '.join(DTYPES)}"
+        )
+    return gate

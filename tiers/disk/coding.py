@@ -1,0 +1,51 @@
+"""Coding: the form that payloads have on disk: encoded by a codec, sealed, or first one and then
+the other."""
+
+from __future__ import annotations
+
+from kvstore.tiers.codec import Codec
+from kvstore.tiers.pages import Scratch
+from kvstore.tiers.sealing import Sealer
+
+__all__ = ["Coder"]
+
+
+class Coder:
+    """Turns chunks into what is written, and back. Safe to use from several threads.
+
+    Attributes:
+        sealer: seals and opens payloads, where they are sealed.
+        scratch: memory for payloads that are to be written.
+
+    Args:
+        codec: encodes and decodes them, where they are encoded.
+        chunk_bytes: of a chunk in host memory.
+    """
+
+    def __init__(self, sealer: Sealer | None, codec: Codec | None, chunk_bytes: int) -> None:
+        self.sealer = sealer
+        self.scratch = Scratch() if sealer is None else sealer.scratch
+        self._codec = codec
+        self._chunk_bytes = chunk_bytes
+
+    @classmethod
+    def of(cls, sealer: Sealer | None, codec: Codec | None, chunk_bytes: int) -> Coder | None:
+        """None where chunks are written as they are."""
+        if sealer is None and codec is None:
+            return None
+        return cls(sealer, codec, chunk_bytes)
+
+    def encode(self, key: bytes, epoch: int, row: memoryview, out: memoryview) -> bytes:
+        """Write the payload of the chunk in `row` to `out`; returns its seal, if it has one."""
+        payload = row[: self._chunk_bytes]
+        if self._codec is not None:
+            self._codec.encode(payload, out)
+            payload = out[: self._codec.coded_bytes(self._chunk_bytes)]
+        if self.sealer is not None:
+            return self.sealer.seal(key, epoch, payload, out)
+        return b""
+
+    def decode(self, row: memoryview) -> None:
+        """Turn a payload at the beginning of `row`, which has been opened, into the chunk."""
+        if self._codec is not None:
+            self._codec.decode(row, self._chunk_bytes)
