@@ -59,11 +59,12 @@ from plain import Plain
 
 from kvstore.concurrency import new_event_loop
 from kvstore.sizes import parse_size
+from kvstore.tiers.codec import Codec
 from kvstore.tiers.disk import DiskTier
 from kvstore.tiers.disk.format import Geometry
 from kvstore.tiers.disk.namespace import Namespace
 from kvstore.tiers.keys import KeyRing
-from kvstore.tiers.pinned import PinnedRegion
+from kvstore.tiers.pinned import PinnedRegion, round_to_page
 
 CASES = ("write", "first write", "read", "random read", "mixed")
 REQUESTS = (1, 16)
@@ -85,12 +86,14 @@ class Ours:
         fill: bool,
         paths: int = 1,
         keys: KeyRing | None = None,
+        codec: Codec | None = None,
     ) -> None:
         self.chunk_bytes = region.row_bytes
         self._folder = folder
         self._loop = loop
         segments = max(SEGMENTS, paths)
-        geometry = Geometry(-(-region.rows // segments), region.row_bytes, region.row_bytes)
+        size = region.row_bytes if codec is None else codec.coded_bytes(region.row_bytes)
+        geometry = Geometry(-(-region.rows // segments), round_to_page(size), size)
         self.tier = DiskTier(
             [folder / str(path) for path in range(paths)],
             Namespace.of("bench", {"chunk": region.row_bytes}),
@@ -99,6 +102,7 @@ class Ours:
             segment_bytes=geometry.file_bytes,
             io=io,
             keys=keys,
+            codec=codec,
         )
         opening = self.tier.open(region)
         assert opening.segment_slots == geometry.slots

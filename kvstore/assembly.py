@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -13,11 +12,12 @@ from kvstore.concurrency import in_thread
 from kvstore.config import Config, DiskConfig, TierConfig
 from kvstore.core import AskedTier, Core, Flow, HostPool, OwnedTier, PeerTier
 from kvstore.core.residency.base import TierView
+from kvstore.core.residency.index import ColdestFirst
 from kvstore.core.residency.remote_answers import MOST_ANSWERS
 from kvstore.core.statistics import tier_names
 from kvstore.engine.engine import Beside
 from kvstore.errors import ConfigError, KVStoreError
-from kvstore.gate import read_gate
+from kvstore.gate import codec_of
 from kvstore.observe.recorder import Recorder
 from kvstore.plugins import TierPlace, build_filters, build_policy, create_tier, tail_bytes_of
 from kvstore.policies.table import COMPILED
@@ -39,20 +39,14 @@ if TYPE_CHECKING:
 
 __all__ = [
     "Assembly",
-    "ColdestFirst",
     "assemble",
     "build",
-    "codec_of",
     "key_ring",
     "namespace_of",
     "open_tiers",
-    "recency_of",
     "rows_for",
     "spans_of",
 ]
-
-MOST_ORDERS = 5
-"""How often to try to read the order of a policy while it is still told of uses."""
 
 NOT_COMPILED = (
     "installed without a C compiler: steps over large tiers have pauses, and fast disks are slower"
@@ -82,7 +76,7 @@ class Assembly:
 
     def recency(self) -> list[ColdestFirst]:
         """Return the entries of each tier, coldest first."""
-        return recency_of(self.core.tiers)
+        return [tier.index.coldest_first() for tier in self.core.tiers]
 
 
 def rows_for(config: Config, chunk_bytes: int) -> RegionShape:
@@ -232,34 +226,14 @@ def namespace_of(
     codec = codec_of(config, chunk_bytes, identity)
     if codec is not None:
         # What is on disk has other sizes, and is a chunk of its own for those who only copy it.
-        whole["codec"] = {**codec.identity, "chunk_bytes": chunk_bytes}
-        whole["chunk_bytes"] = codec.coded_bytes(chunk_bytes)
-        whole["slot_bytes"] = round_to_page(whole["chunk_bytes"])
+        size = codec.coded_bytes(chunk_bytes)
+        told = {**codec.identity, "chunk_bytes": chunk_bytes}
+        whole |= {"codec": told, "chunk_bytes": size, "slot_bytes": round_to_page(size)}
     if config.encryption_keys is not None:
         whole["encryption"] = CIPHER
     if config.namespace is not None:
         return Namespace(config.namespace, whole)
     return Namespace.of(label, whole)
-
-
-def codec_of(config: Config, chunk_bytes: int, identity: Mapping[str, Any] | None) -> Codec | None:
-    """Return the codec of chunks on disk, if they have one.
-
-    Args:
-        identity: of the cache; None if it is not known yet.
-
-    Raises:
-        ConfigError: if no gate lets them be encoded.
-    """
-    if config.disk_codec is None:
-        return None
-    try:
-        gate = read_gate(config.disk_codec)
-        if chunk_bytes % 2:
-            raise ConfigError(f"chunk_bytes = {chunk_bytes}: must be even, as numbers have 2 bytes")
-        return gate.codec_for(gate.identity if identity is None else identity)
-    except ConfigError as error:
-        raise ConfigError(f"disk_codec = {str(config.disk_codec)!r}: {error}") from error
 
 
 def key_ring(config: Config) -> KeyRing | None:
@@ -320,37 +294,6 @@ def open_tiers(
 def _label(views: Sequence[TierView]) -> str:
     """The name of the last of these tiers in metrics."""
     return tier_names([view.stats() for view in views])[-1]
-
-
-class ColdestFirst(Sequence[tuple[bytes, int]]):
-    """The (key, slot) pairs of a tier, coldest first, once its core makes no more decisions.
-
-    They are computed on the first iteration, in a thread of the tier: with a million
-    chunks that takes long. The sequence is empty if the core is told of uses all the time.
-    """
-
-    def __init__(self, tier: TierView) -> None:
-        self._order = tier.index.policy.order
-        self._entries = tier.entries
-
-    def __iter__(self) -> Iterator[tuple[bytes, int]]:
-        entries = self._entries
-        for _ in range(MOST_ORDERS):
-            # A use told meanwhile, at the end of a lease, makes the iteration raise.
-            with contextlib.suppress(RuntimeError, KeyError):
-                return iter([(key, entries[key]) for key in self._order() if key in entries])
-        return iter(())
-
-    def __len__(self) -> int:
-        return sum(1 for _ in self)
-
-    def __getitem__(self, place: Any) -> Any:
-        return list(self)[place]
-
-
-def recency_of(tiers: Sequence[TierView]) -> list[ColdestFirst]:
-    """Return the entries of each tier, coldest first."""
-    return [ColdestFirst(tier) for tier in tiers]
 
 
 def _tiers_of(config: DiskConfig | TierConfig, place: TierPlace, codec: Codec | None) -> list[Tier]:

@@ -15,10 +15,11 @@ from pathlib import Path
 from secrets import token_hex
 from typing import Any
 
+from kvstore.config import Config, DiskConfig
 from kvstore.errors import NOT_PARSED, ConfigError
 from kvstore.tiers.codec import CODECS, DTYPES, Codec
 
-__all__ = ["Gate", "read_gate"]
+__all__ = ["Gate", "codec_of", "read_gate"]
 
 FORMAT = "kvstore gate 1"
 
@@ -109,3 +110,25 @@ def read_gate(path: Path) -> Gate:
             f"{', '.join(CODECS)} of {', '.join(DTYPES)}"
         )
     return gate
+
+
+def codec_of(config: Config, chunk_bytes: int, identity: Mapping[str, Any] | None) -> Codec | None:
+    """Return the codec of chunks on disk, if they have one.
+
+    Args:
+        identity: of the cache; None if it is not known yet.
+
+    Raises:
+        ConfigError: if no gate lets them be encoded.
+    """
+    if config.disk_codec is None:
+        return None
+    try:
+        gate = read_gate(config.disk_codec)
+        if not any(isinstance(tier, DiskConfig) for tier in config.tiers):
+            raise ConfigError("there is no disk tier")
+        if chunk_bytes % 2:
+            raise ConfigError(f"chunk_bytes = {chunk_bytes}: must be even, as numbers have 2 bytes")
+        return gate.codec_for(gate.identity if identity is None else identity)
+    except ConfigError as error:
+        raise ConfigError(f"disk_codec = {str(config.disk_codec)!r}: {error}") from error

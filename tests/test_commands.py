@@ -278,6 +278,10 @@ async def run_tool(arguments: list[str], folder: Path) -> None:
     if arguments[0] == "ctl":
         await run_ctl(arguments, folder)
         return
+    if arguments[0] == "gate":
+        # tests/vllm/test_gate.py runs it: three engines.
+        run(["-m", "kvstore.tools", "gate", "--help"], folder)
+        return
     if arguments[0] == "keys":
         keys_file = str(folder / "keys.toml")
         run(["-m", "kvstore.tools", "keys", keys_file, "--add", "alice"], folder)

@@ -106,6 +106,12 @@ EXAMPLES: Mapping[str, tuple[str, str]] = {
         "kvstore keys keys.toml --forget alice",
         "encryption.md",
     ),
+    "gate": (
+        "kvstore gate my-model my-model.gate --prompts prompts.txt\n"
+        "kvstore gate my-model my-model.gate --prompts prompts.txt --control --tokens 64 "
+        """--engine '{"tensor_parallel_size": 2}'""",
+        "codec.md",
+    ),
     "simulate": (
         "kvstore simulate trace.jsonl --host 5% --disk 20%,40%\n"
         "kvstore simulate trace.jsonl --host 5% --policy lru,arc,hit-density",
@@ -188,6 +194,12 @@ def _keyring(command: argparse.ArgumentParser) -> None:
     )
     command.add_argument("--json", action="store_true", help="print JSON")
     command.set_defaults(run=run_keys)
+
+
+def _gate(command: argparse.ArgumentParser) -> None:
+    from kvstore.tools.gate import add_gate
+
+    add_gate(command)
 
 
 def _inspect(command: argparse.ArgumentParser) -> None:
@@ -354,6 +366,7 @@ COMMANDS: Mapping[str, tuple[Adder, str]] = {
     "export": (_export, "write the chunks of a namespace to a file, a valid safetensors file"),
     "import": (_import, "store the chunks of a bundle in a cache, each one verified"),
     "show": (_show, "show one chunk: where it lies, how old it is, what its numbers are like"),
+    "gate": (_gate, "try a model with chunks in half the bytes, and say whether it bears that"),
     "keys": (_keyring, "make, list and forget the keys that chunks are encrypted with"),
     "simulate": (_simulate, "replay a trace of requests with other sizes, policies and flows"),
     "advise": (

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import shutil
@@ -19,6 +20,7 @@ from kvstore.config.describe import Key, json_schema, keys_of, reference, sample
 from kvstore.config.values import without_passwords
 from kvstore.connector.spec import CONNECTOR_KEYS
 from kvstore.errors import NOT_PARSED, ConfigError, KVStoreError
+from kvstore.gate import codec_of
 from kvstore.plugins import create_tier
 from kvstore.sizes import format_size, parse_size
 from kvstore.tiers.disk.format import Geometry
@@ -264,6 +266,7 @@ _WHEN_OPENED: dict[str, Callable[[Config], object]] = {
     "control": _check_control,
     "control_token_file": _check_control,
     "encryption_keys": _check_keys,
+    "disk_codec": lambda config: codec_of(config, config.chunk_bytes or 2, None),
     "spans": lambda config: spans_of(config, [], lambda: None, 1),
     "namespace": lambda config: Namespace(str(config.namespace), {}).check_name(),
 }
@@ -291,11 +294,15 @@ def _chunks(name: str, size: int, config: Config, tier: DiskConfig | TierConfig 
         return f", {rows_for(config, chunk_bytes).rows:,} chunks"
     if not isinstance(tier, DiskConfig):
         return f", {size // chunk_bytes:,} chunks"
+    stored_bytes = chunk_bytes
+    with contextlib.suppress(ConfigError):
+        if (codec := codec_of(config, chunk_bytes, None)) is not None:
+            stored_bytes = codec.coded_bytes(chunk_bytes)
     geometry = Geometry.wanted(
         tier.segment_bytes,
         tier.capacity_bytes // len(tier.paths),
-        round_to_page(chunk_bytes),
-        chunk_bytes,
+        round_to_page(stored_bytes),
+        stored_bytes,
     )
     if name == "segment_bytes":
         return f", {geometry.slots:,} chunks"

@@ -6,7 +6,7 @@ import logging
 import time
 from collections.abc import Sequence
 
-from kvstore.assembly import open_tiers, recency_of, spans_of
+from kvstore.assembly import open_tiers, spans_of
 from kvstore.config import Config
 from kvstore.core import TierStats
 from kvstore.core.jobs import JobEnd
@@ -148,7 +148,9 @@ class JobRunner:
             )
         try:
             left = max(0.1, end - time.monotonic())
-            return self._engine.close(recency_of(self._jobs.tiers), left)
+            return self._engine.close(
+                [tier.index.coldest_first() for tier in self._jobs.tiers], left
+            )
         finally:
             self._region.close()
             logger.info(

@@ -126,11 +126,11 @@ def check_codec(gate: Gate, engine: Engine | None) -> None:
         )
     for group in engine.kv_cache_config.kv_cache_groups:
         spec = group.kv_cache_spec
-        held = str(getattr(spec, "dtype", "of several types")).removeprefix("torch.")
+        held = str(getattr(spec, "dtype", None)).removeprefix("torch.")
         if not isinstance(spec, AttentionSpec) or held != gate.dtype:
             raise ConfigError(
-                f"disk_codec: a KV cache group of this model ({type(spec).__name__}) holds "
-                f"{held}, and the codec encodes attention layers of {gate.dtype}"
+                f"disk_codec: the codec encodes attention layers of {gate.dtype}, and a KV cache "
+                f"group of this model is {type(spec).__name__} of {held}"
             )
         if spec.page_size_bytes % GROUP_BYTES:
             raise ConfigError(

@@ -239,6 +239,16 @@ def test_no_more_than_an_eighth_of_the_slots_is_set_aside() -> None:
     assert rig.owned().slots.free == 28
 
 
+def test_two_bad_slots_of_a_small_tier_do_not_keep_chunks_from_the_others() -> None:
+    rig = Rig(rows=16, segment_slots=14)
+    assert put_one_by_one(rig, "abcdefghijklmn", {2, 9}) == 2
+    assert rig.stats.tiers[0].set_aside == 2
+    assert len(rig.core.tiers[0].entries) == 12
+    # All others are in use: what is new displaces what is old, and no copy fails.
+    assert put_one_by_one(rig, "opqrst", {2, 9}) == 0
+    assert set(rig.core.tiers[0].entries) >= {chain(name, 1)[0] for name in "opqrst"}
+
+
 def test_a_reset_gives_what_was_set_aside() -> None:
     rig = Rig(rows=8, segment_slots=16)
     put_one_by_one(rig, "ab", {1})

@@ -300,8 +300,8 @@ FAULTS = (
         "kvstore/core/residency/slots.py",
         (
             "a disk with bad spots loses all its slots",
-            "most = min(MOST_ASIDE, max(1, self.segments * self.segment_slots // 8))",
-            "most = self.segments * self.segment_slots",
+            "most = min(MOST_ASIDE, max(1, total // 8, min(FEW_ASIDE, total // 2)))",
+            "most = total",
         ),
         (
             "a segment that is in use counts as empty",

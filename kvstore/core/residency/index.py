@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
+import contextlib
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from itertools import repeat
 from typing import Any
 
@@ -13,13 +14,16 @@ from kvstore.core.statistics import Ages
 from kvstore.policies.base import HELD, LATER, EvictionPolicy
 from kvstore.policies.table import OrderedTable
 
-__all__ = ["MOST_FAILURES", "Index"]
+__all__ = ["MOST_FAILURES", "ColdestFirst", "Index"]
 
 MOST_FAILURES = 3
 """A chunk is forgotten after this many failed reads in a row."""
 
 NO_SLOT = -1
 """The slot of a chunk that is not here: reading it fails."""
+
+MOST_ORDERS = 5
+"""How often to try to read the order of a policy while it is still told of uses."""
 
 QUESTIONS = 500
 """Keys that may not leave about which the policy may ask in one search for victims. After that the
@@ -283,6 +287,10 @@ class Index:
         pop = self.entries.pop
         self.history.left([key for key in keys if pop(key, None) is not None])
 
+    def coldest_first(self) -> ColdestFirst:
+        """Return the entries, coldest first."""
+        return ColdestFirst(self)
+
     def counts(self) -> dict[str, Any]:
         """Return its part of `TierStats`."""
         lengths = {name: len(getattr(self, name)) for name in ("reading", "writing", "pinned")}
@@ -301,6 +309,32 @@ class Index:
             return keys
         after, states = self.life.after, self.life.states
         return [key for key in keys if after(states[self.state_of(key)], event) >= 0]
+
+
+class ColdestFirst(Sequence[tuple[bytes, int]]):
+    """The (key, slot) pairs of a tier, coldest first, once its core makes no more decisions.
+
+    They are computed on the first iteration, in a thread of the tier: with a million
+    chunks that takes long. The sequence is empty if the core is told of uses all the time.
+    """
+
+    def __init__(self, index: Index) -> None:
+        self._order = index.policy.order
+        self._entries = index.entries
+
+    def __iter__(self) -> Iterator[tuple[bytes, int]]:
+        entries = self._entries
+        for _ in range(MOST_ORDERS):
+            # A use told meanwhile, at the end of a lease, makes the iteration raise.
+            with contextlib.suppress(RuntimeError, KeyError):
+                return iter([(key, entries[key]) for key in self._order() if key in entries])
+        return iter(())
+
+    def __len__(self) -> int:
+        return sum(1 for _ in self)
+
+    def __getitem__(self, place: Any) -> Any:
+        return list(self)[place]
 
 
 def _nobody(key: bytes) -> int:

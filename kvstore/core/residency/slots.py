@@ -157,6 +157,10 @@ RETRY_PAUSE = 5.0
 ASIDE_PAUSE, MOST_ASIDE = 600.0, 4096
 """Seconds for which slots are set aside; and most such slots, or an eighth of all if less."""
 
+FEW_ASIDE = 4
+"""Of a small tier so many may be set aside, or half of all if less: with one bad slot more than
+that, copies would go to bad ones again and again, as these are free."""
+
 
 class Slots:
     """The slots of one tier.
@@ -316,7 +320,8 @@ class Slots:
     def set_aside(self, slots: Iterable[int], now: float) -> None:
         """Set aside slots to which writes failed, for a while or until there are too many."""
         self._aside.update(dict.fromkeys(slots, now + ASIDE_PAUSE))
-        most = min(MOST_ASIDE, max(1, self.segments * self.segment_slots // 8))
+        total = self.segments * self.segment_slots
+        most = min(MOST_ASIDE, max(1, total // 8, min(FEW_ASIDE, total // 2)))
         self.give_aside(max(0, self.aside - most))
 
     def end_aside(self, now: float) -> None:
