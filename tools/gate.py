@@ -207,6 +207,16 @@ def _print(gate: Gate, plain: Mapping[str, float] | None, as_json: bool) -> None
     print(f"{gate.figures['prompts']:.0f} prompts; {'refused' if gate.beyond else 'passed'}")
 
 
+def _arguments(text: str) -> dict[str, Any]:
+    try:
+        told = json.loads(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(f"not JSON: {error}") from error
+    if not isinstance(told, dict) or {"model", "kv_transfer_config"} & told.keys():
+        raise argparse.ArgumentTypeError("an object, without model and kv_transfer_config")
+    return told
+
+
 def add_gate(command: argparse.ArgumentParser) -> None:
     """Add the arguments of the command."""
     command.add_argument("model", help="the model, as vLLM takes it")
@@ -222,7 +232,7 @@ def add_gate(command: argparse.ArgumentParser) -> None:
     command.add_argument("--dtype", choices=DTYPES, default=DTYPES[0], help="of the KV cache")
     command.add_argument(
         "--engine",
-        type=json.loads,
+        type=_arguments,
         default={},
         metavar="JSON",
         help="more arguments of the engine, such as '{\"tensor_parallel_size\": 2}'",

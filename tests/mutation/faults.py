@@ -49,6 +49,7 @@ _ROOMS = {
     "tiers/disk/": "disk",
     "tiers/sealing": "disk",
     "tiers/keys": "disk",
+    "kvstore/gate": "disk",
     "kvstore/maintenance/": "disk",
     "tiers/remote/": "stores",
     "kvstore/connector/": "connector",
@@ -710,7 +711,20 @@ FAULTS = (
         ),
     ),
     *_in(
+        "kvstore/gate.py",
+        (
+            "a gate lets every model pass",
+            "            if identity.get(name) != value:\n",
+            "            if name == value:\n",
+        ),
+    ),
+    *_in(
         "tiers/disk/peers.py",
+        (
+            "an encoded chunk of another lane is served as it is",
+            "reading = Reading(volume.backend, wanted, volume.coder)",
+            "reading = Reading(volume.backend, wanted)",
+        ),
         (
             "what was seen before a reset is news after it",
             "            if known is not self._known:",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shlex
 import subprocess
 from pathlib import Path
 
@@ -183,7 +184,7 @@ def test_every_command_explains_itself_with_examples_that_are_right(
     examples, page = EXAMPLES[name]
     assert (Path(__file__).resolve().parents[2] / "docs" / page).exists()
     for line in examples.splitlines():
-        words = line.split(" | ")[0].split(" > ")[0].split()
+        words = shlex.split(line.split(" | ")[0].split(" > ")[0])
         assert words[:2] == ["kvstore", name]
         _parser().parse_args(words[1:])
 
