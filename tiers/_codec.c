@@ -12,10 +12,18 @@
 
 enum {
     GROUP = 64,
-    CODED = GROUP + 2, /* the scale, as a bfloat16, and an integer for each element */
+    CODED = GROUP + 2, /* the largest number by size, and an integer for each */
 };
 
 enum { BFLOAT16 = 0, FLOAT16 = 1 };
+
+enum {
+    INFINITE = 0x7F80,
+    NO_NUMBER = 0x7FC0,
+    HALF_INFINITE = 0x7C00,
+    NO_HALF = 0x7E00,
+    LEAST = 0x0400, /* bfloat16: 127 divided by less is beyond what is finite */
+};
 
 /* Adding it and looking at the lowest bits rounds to the nearest integer, halves to even. */
 #define ROUNDING 12582912.0f
@@ -79,23 +87,18 @@ encode_group(const uint16_t *source, uint8_t *target, int kind)
         int16_t size = (int16_t)(source[i] & 0x7FFF);
         largest = size > largest ? size : largest;
     }
-    uint16_t scale;
-    float factor;
-    if (largest >= (kind == BFLOAT16 ? 0x7F80 : 0x7C00)) {
+    uint16_t told = (uint16_t)largest;
+    float factor = 0.0f;
+    if (largest >= (kind == BFLOAT16 ? INFINITE : HALF_INFINITE))
         /* A number that is none, or infinite: nothing of the group comes back. */
-        scale = 0x7FC0;
-        factor = 0.0f;
-    } else {
-        /* Rounded up, so that no integer is beyond 127. */
-        uint32_t up = bits_of(widened((uint16_t)largest, kind) / 127.0f) + 0xFFFF;
-        scale = (uint16_t)(up >> 16);
-        /* One so small that its inverse is not finite is as good as zero. */
-        scale = scale < 0x0100 ? 0 : scale;
-        factor = scale ? 1.0f / single((uint32_t)scale << 16) : 0.0f;
-    }
-    memcpy(target, &scale, 2);
+        told = kind == BFLOAT16 ? NO_NUMBER : NO_HALF;
+    else if (kind == BFLOAT16 && largest < LEAST)
+        told = 0;
+    else if (largest)
+        factor = 127.0f / widened(told, kind);
+    memcpy(target, &told, 2);
     int8_t *integers = (int8_t *)target + 2;
-    if (scale == 0x7FC0) {
+    if (factor == 0.0f) {
         memset(integers, 0, GROUP);
         return;
     }
@@ -106,15 +109,15 @@ encode_group(const uint16_t *source, uint8_t *target, int kind)
 static inline void
 decode_group(const uint8_t *source, uint16_t *target, int kind)
 {
-    uint16_t scale;
-    memcpy(&scale, source, 2);
+    uint16_t told;
+    memcpy(&told, source, 2);
     const int8_t *integers = (const int8_t *)source + 2;
-    if ((scale & 0x7FFF) >= 0x7F80) {
+    if ((told & 0x7FFF) >= (kind == BFLOAT16 ? INFINITE : HALF_INFINITE)) {
         for (int i = 0; i < GROUP; i++)
-            target[i] = kind == BFLOAT16 ? 0x7FC0 : 0x7E00;
+            target[i] = kind == BFLOAT16 ? NO_NUMBER : NO_HALF;
         return;
     }
-    float factor = single((uint32_t)scale << 16);
+    float factor = widened(told, kind) / 127.0f;
     for (int i = 0; i < GROUP; i++)
         target[i] = narrowed((float)integers[i] * factor, kind);
 }

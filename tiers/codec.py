@@ -1,8 +1,9 @@
 """Codec: the numbers of a chunk in half as many bytes, on disk.
 
-``int8``: each 64 neighbouring numbers become a scale, a bfloat16, and an 8-bit integer each, 66
-bytes for 128. The scale is the largest of them by size, divided by 127 and rounded up. A number
-comes back changed by at most half a scale, and by the rounding of its own type. Symmetric
+``int8``: each 64 neighbouring numbers become the largest of them by size, in their own type, and
+an 8-bit integer each, 66 bytes for 128. The integers count in scales, 1/127 of the largest. A
+number comes back changed by at most half a scale, and by the rounding of its own type. The largest
+comes back as it was, so what was encoded once is not changed by being encoded again. Symmetric
 quantization with a scale by group is as in LLM.int8 (Dettmers and others, 2022, section 2.1). Of a
 group with a number that is infinite or none, all come back as none.
 
@@ -35,6 +36,9 @@ GROUP_BYTES = 2 * GROUP
 
 NO_NUMBER = {"bfloat16": 0x7FC0, "float16": 0x7E00}
 INFINITE = {"bfloat16": 0x7F80, "float16": 0x7C00}
+
+LEAST = 0x0400
+"""In a group whose largest bfloat16 is below, all are zero: 127 divided by it is not finite."""
 
 
 class Codec:
@@ -84,16 +88,15 @@ class Codec:
         groups = numbers.reshape(-1, GROUP)
         largest = (groups & 0x7FFF).max(axis=1)
         wild = largest >= INFINITE[self.dtype]
-        up = (self._widened(np.where(wild, 0, largest)) / np.float32(127)).view(np.uint32) + 0xFFFF
-        scales = (up >> 16).astype(np.uint16)
-        scales[scales < 0x0100] = 0
-        with np.errstate(divide="ignore", over="ignore", invalid="ignore"):
-            factors = np.float32(1) / (scales.astype(np.uint32) << 16).view(np.float32)
-            factors[(scales == 0) | wild] = 0
-            scaled = self._widened(np.where(wild[:, None], 0, groups)) * factors[:, None]
+        if self.dtype == "bfloat16":
+            largest[largest < LEAST] = 0
+        known = (largest > 0) & ~wild
+        factors = np.zeros(len(groups), np.float32)
+        factors[known] = np.float32(127) / self._widened(largest[known])
+        scaled = self._widened(np.where(known[:, None], groups, 0)) * factors[:, None]
+        largest[wild] = NO_NUMBER[self.dtype]
         found = np.empty((len(groups), CODED), np.uint8)
-        scales[wild] = 0x7FC0
-        found[:, :2] = scales.view(np.uint8).reshape(-1, 2)
+        found[:, :2] = largest.view(np.uint8).reshape(-1, 2)
         found[:, 2:] = np.rint(scaled).astype(np.int8).view(np.uint8)
         out[:coded] = found.tobytes()
 
@@ -110,9 +113,9 @@ class Codec:
         if chunk_bytes % 2 or len(memory) < max(coded, chunk_bytes):
             raise ValueError("the memory is too small, or holds no whole numbers")
         groups = np.frombuffer(memory, np.uint8, coded).reshape(-1, CODED).copy()
-        scales = groups[:, :2].copy().view(np.uint16)[:, 0]
-        wild = (scales & 0x7FFF) >= 0x7F80
-        factors = (np.where(wild, 0, scales).astype(np.uint32) << 16).view(np.float32)
+        largest = groups[:, :2].copy().view(np.uint16)[:, 0]
+        wild = (largest & 0x7FFF) >= INFINITE[self.dtype]
+        factors = self._widened(np.where(wild, 0, largest)) / np.float32(127)
         numbers = groups[:, 2:].view(np.int8).astype(np.float32) * factors[:, None]
         found = self._narrowed(numbers)
         found[wild] = NO_NUMBER[self.dtype]
