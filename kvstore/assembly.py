@@ -227,8 +227,8 @@ def namespace_of(
     if codec is not None:
         # What is on disk has other sizes, and is a chunk of its own for those who only copy it.
         size = codec.coded_bytes(chunk_bytes)
-        told = {**codec.identity, "chunk_bytes": chunk_bytes}
-        whole |= {"codec": told, "chunk_bytes": size, "slot_bytes": round_to_page(size)}
+        whole |= {"chunk_bytes": size, "slot_bytes": round_to_page(size)}
+        whole["codec"] = codec.identity(chunk_bytes)
     if config.encryption_keys is not None:
         whole["encryption"] = CIPHER
     if config.namespace is not None:
@@ -265,7 +265,9 @@ def open_tiers(
     if keys is not None:
         parts.append(f"tiers are encrypted with keys of {keys.source}")
     place = TierPlace(namespace.name, namespace.identity, chunk_bytes, keys)
-    codec = codec_of(config, chunk_bytes, namespace.identity) if config.tiers else None
+    # The file of the gate may be another one by now.
+    told = None if config.disk_codec is None else namespace.identity["codec"]
+    codec = None if told is None else Codec(told["dtype"])
     for tier_config in config.tiers:
         opened = _tiers_of(tier_config, place, codec)
         for tier in opened:
@@ -277,8 +279,7 @@ def open_tiers(
                 if found:
                     parts.append(f"{_label(views)}: {tier.description} with {found} chunks")
                 continue
-            stored = codec is not None and isinstance(tier_config, DiskConfig)
-            size = codec.coded_bytes(chunk_bytes) if codec and stored else chunk_bytes
+            size = recovered.payload_bytes or chunk_bytes
             view = _view(number, recovered, tier_config, in_flight, size, config.tenants)
             views.append(view)
             said = [tier_config.flow.value]

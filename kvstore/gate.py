@@ -44,11 +44,8 @@ class Gate:
     @property
     def beyond(self) -> list[str]:
         """The figures that are beyond their limits, or were not measured."""
-        return [
-            name
-            for name, limit in self.limits.items()
-            if not self.figures.get(name, limit + 1) <= limit
-        ]
+        figures, limits = self.figures, self.limits
+        return [name for name in limits if not (name in figures and figures[name] <= limits[name])]
 
     def write(self, path: str | os.PathLike[str]) -> None:
         """Write it to a file, which is replaced as a whole.
@@ -78,7 +75,8 @@ class Gate:
             )
             raise ConfigError(f"this model does not bear the codec {self.codec}: {told}")
         for name, value in self.identity.items():
-            if identity.get(name) != value:
+            # Tuples are lists in a file.
+            if json.loads(json.dumps(identity.get(name))) != value:
                 raise ConfigError(
                     f"it is of a model with {name} = {value!r}, and this one has "
                     f"{identity.get(name)!r}: run kvstore gate for this one"
@@ -98,8 +96,10 @@ def read_gate(path: Path) -> Gate:
             raise ConfigError(f"{path}: not of the format {FORMAT!r}")
         gate = Gate(**told)
         numbers = [*gate.figures.values(), *gate.limits.values()]
-        if not all(isinstance(number, (int, float)) for number in numbers):
+        if not all(type(number) in (int, float) for number in numbers):
             raise TypeError("a figure is no number")
+        if not isinstance(gate.identity, dict):
+            raise TypeError("the identity is no table")
     except OSError as error:
         raise ConfigError(f"{path}: cannot be read ({error.strerror})") from error
     except (*NOT_PARSED, AttributeError, KeyError, TypeError) as error:
@@ -127,6 +127,8 @@ def codec_of(config: Config, chunk_bytes: int, identity: Mapping[str, Any] | Non
         gate = read_gate(config.disk_codec)
         if not any(isinstance(tier, DiskConfig) for tier in config.tiers):
             raise ConfigError("there is no disk tier")
+        if identity is not None and "codec" in identity:
+            raise ConfigError("identity: the name codec is for what kvstore itself says there")
         if chunk_bytes % 2:
             raise ConfigError(f"chunk_bytes = {chunk_bytes}: must be even, as numbers have 2 bytes")
         return gate.codec_for(gate.identity if identity is None else identity)

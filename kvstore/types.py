@@ -202,6 +202,7 @@ class RecoveredTier:
         relocation_chunks: most chunks that one RELOCATE may name; 0 if it is not supported.
         note_chunks: the same for NOTE.
         stripes: number of devices; segment s lies on device s % stripes.
+        payload_bytes: of a chunk there; 0 if they are those of host memory.
     """
 
     name: str
@@ -213,6 +214,7 @@ class RecoveredTier:
     stripes: int = 1
     relocation_chunks: int = 0
     note_chunks: int = 0
+    payload_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True)

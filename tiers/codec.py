@@ -66,10 +66,9 @@ class Codec:
     def __str__(self) -> str:
         return f"{CODECS[0]} of {self.dtype}"
 
-    @property
-    def identity(self) -> dict[str, str]:
-        """What the identity of a namespace says of chunks that were encoded so."""
-        return {"name": CODECS[0], "dtype": self.dtype}
+    def identity(self, chunk_bytes: int) -> dict[str, Any]:
+        """What the identity of a namespace says of chunks of this size that were encoded so."""
+        return {"name": CODECS[0], "dtype": self.dtype, "chunk_bytes": chunk_bytes}
 
     def encode(self, chunk: memoryview, out: memoryview) -> None:
         """Write the encoded chunk to the first bytes of `out`.

@@ -19,7 +19,9 @@ from kvstore.maintenance.bundle import (
     the_namespace,
 )
 from kvstore.maintenance.payloads import sealer_of
+from kvstore.maintenance.survey import NamespaceSurvey
 from kvstore.sizes import format_size
+from kvstore.tiers.codec import Codec
 from kvstore.tools.output import age, print_json, show_progress
 from kvstore.types import check_key
 
@@ -133,7 +135,7 @@ def run_show(options: argparse.Namespace) -> int:
     if options.dtype is not None and not checked:
         raise KVStoreError("the chunk is encrypted, with a key that is not known: see --keys")
     if payload is not None and options.dtype is not None:
-        told |= statistics(payload, options.dtype)
+        told |= statistics(_decoded(payload, namespace), options.dtype)
     if options.json:
         print_json(told)
         return int(checked and payload is None)
@@ -147,6 +149,18 @@ def run_show(options: argparse.Namespace) -> int:
     if checked and payload is None:
         print("WRONG payload does not match its digest")
     return int(checked and payload is None)
+
+
+def _decoded(payload: bytes, namespace: NamespaceSurvey) -> bytes:
+    """The chunk of a payload, which may be encoded."""
+    codec = (namespace.identity or {}).get("codec")
+    if not isinstance(codec, dict):
+        return payload
+    size = int(codec["chunk_bytes"])
+    memory = memoryview(bytearray(max(size, len(payload))))
+    memory[: len(payload)] = payload
+    Codec(codec["dtype"]).decode(memory, size)
+    return bytes(memory[:size])
 
 
 def statistics(payload: bytes, dtype: str) -> dict[str, object]:

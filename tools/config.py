@@ -266,7 +266,7 @@ _WHEN_OPENED: dict[str, Callable[[Config], object]] = {
     "control": _check_control,
     "control_token_file": _check_control,
     "encryption_keys": _check_keys,
-    "disk_codec": lambda config: codec_of(config, config.chunk_bytes or 2, None),
+    "disk_codec": lambda config: codec_of(config, config.chunk_bytes or 2, config.identity),
     "spans": lambda config: spans_of(config, [], lambda: None, 1),
     "namespace": lambda config: Namespace(str(config.namespace), {}).check_name(),
 }

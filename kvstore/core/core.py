@@ -527,7 +527,8 @@ class Core(CoreSteps):
         size, tiers = self._chunk_bytes, [tier.stats() for tier in self.tiers]
         for view, tier in zip(self.tiers, tiers, strict=True):
             saved = loads.saved.get(view.number, 0.0)
-            tier.complete(loads.loaded_from[view.number], saved, size)
+            its = view.payload_bytes or size
+            tier.complete(loads.loaded_from[view.number], saved, its)
         return CoreStats(
             rows=pool.rows,
             free_rows=pool.free,

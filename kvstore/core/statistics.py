@@ -197,7 +197,7 @@ class TierStats:
 
         Args:
             loaded: chunks that came from it. saved: seconds of computing that they made
-                unnecessary. chunk_bytes: size of a chunk.
+                unnecessary. chunk_bytes: size of a chunk there.
         """
         self.loaded = loaded
         self.saved = saved

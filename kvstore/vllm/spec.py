@@ -18,7 +18,7 @@ from vllm.v1.kv_offload.config import OffloadingConfig
 from kvstore.assembly import rows_for
 from kvstore.config import Config, DiskConfig
 from kvstore.errors import ConfigError
-from kvstore.gate import read_gate
+from kvstore.gate import codec_of, read_gate
 from kvstore.observe.metrics.table import METRICS
 from kvstore.types import about
 from kvstore.vllm.checks import (
@@ -138,7 +138,9 @@ class KVStoreOffloadingSpec(OffloadingSpec):
                 logger.warning(HASHES_CHANGE, algorithm, extra=about("server.hashes_change"))
         self._tell_of_others()
         paths = [path for tier in self.store_config.tiers for path in tier.paths]
-        for line in siblings(self.identity, paths):
+        codec = codec_of(self.store_config, self.layout.chunk_bytes, self.identity)
+        told = {} if codec is None else {"codec": codec.identity(self.layout.chunk_bytes)}
+        for line in siblings({**self.identity, **told}, paths):
             logger.info("kvstore: not used: %s", line, extra=about("store.not_used", reason=line))
         from kvstore.vllm.tenants import LoRATenantOffloadingManager, TenantOffloadingManager
 

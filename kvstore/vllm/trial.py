@@ -9,11 +9,14 @@ from __future__ import annotations
 
 import json
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
 TOP = 5
 """Most likely tokens that are told at each place."""
+
+FORGET_SECONDS = 60.0
 
 
 def run(request: dict[str, Any]) -> list[dict[str, Any]]:
@@ -24,8 +27,8 @@ def run(request: dict[str, Any]) -> list[dict[str, Any]]:
             engine without it; `prompts`, each a text or token ids; `tokens`, how many to generate.
 
     Returns:
-        For each prompt `tokens`; `logprobs`, a table of the likeliest tokens at each place; how
-        many tokens of it were `cached`.
+        For each `prompt` its length; the `tokens` that follow; `logprobs`, a table of the likeliest
+        tokens at each place; how many tokens of the prompt were `cached`.
     """
     from vllm import LLM, SamplingParams
 
@@ -51,6 +54,7 @@ def run(request: dict[str, Any]) -> list[dict[str, Any]]:
         (answer,) = output.outputs
         answers.append(
             {
+                "prompt": len(output.prompt_token_ids),
                 "tokens": list(answer.token_ids),
                 "logprobs": [
                     {str(token): found.logprob for token, found in place.items()}
@@ -60,11 +64,21 @@ def run(request: dict[str, Any]) -> list[dict[str, Any]]:
             }
         )
         print(f"{number} of {len(prompts)} prompts", flush=True)
+        # What the next one finds, it finds in kvstore.
+        _forget_on_device(llm)
     # What a step has computed is stored with the next one.
-    llm.reset_prefix_cache()
     llm.generate([prompts[0]], SamplingParams(max_tokens=1, detokenize=False), use_tqdm=False)
     llm.llm_engine.engine_core.shutdown()
     return answers
+
+
+def _forget_on_device(llm: Any) -> None:
+    """Empty vLLM's own prefix cache, once nothing is copied from it any more."""
+    end = time.monotonic() + FORGET_SECONDS
+    while not llm.reset_prefix_cache():
+        if time.monotonic() >= end:
+            raise RuntimeError("vLLM's prefix cache cannot be emptied")
+        time.sleep(0.02)
 
 
 if __name__ == "__main__":

@@ -714,7 +714,7 @@ FAULTS = (
         "kvstore/gate.py",
         (
             "a gate lets every model pass",
-            "            if identity.get(name) != value:\n",
+            "            if json.loads(json.dumps(identity.get(name))) != value:\n",
             "            if name == value:\n",
         ),
     ),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import kvstore
+from kvstore import assembly
 from kvstore.errors import ConfigError
 from kvstore.gate import Gate
 from kvstore.maintenance.bundle import export_bundle, import_bundle
@@ -252,6 +254,9 @@ def gate(tmp_path: Path) -> Path:
         (Gate("int8", "bfloat16", {"model": "n"}, {}), "of a model with model = 'n'"),
         (Gate("int8", "bfloat16", MODEL, {"a": 2.0}, {"a": 1.0}), "does not bear the codec"),
         (Gate("int8", "bfloat16", MODEL, {}, {"a": 1.0}), "a = None, at most 1.0"),
+        (Gate("int8", "bfloat16", MODEL, {}, {"a": 1e17}), "a = None, at most 1e"),
+        (Gate("int8", "bfloat16", MODEL, {"a": True}, {"a": 1.0}), "a figure is no number"),
+        (Gate("int8", "bfloat16", [], {}), "the identity is no table"),  # type: ignore[arg-type]
     ],
 )
 async def test_without_a_gate_of_this_model_nothing_is_encoded(
@@ -266,6 +271,36 @@ async def test_without_a_gate_of_this_model_nothing_is_encoded(
         await kvstore.open(config(tmp_path / "cache", path))
     assert "disk_codec = " in str(refused.value)
     assert not (tmp_path / "cache").exists()
+
+
+async def test_the_name_of_the_codec_is_not_for_others(tmp_path: Path, gate: Path) -> None:
+    mine = config(tmp_path / "cache", gate, identity={**MODEL, "codec": "v1"})
+    with pytest.raises(ConfigError, match="the name codec is for what kvstore itself says"):
+        await kvstore.open(mine)
+
+
+async def test_a_gate_that_is_replaced_meanwhile_changes_nothing(
+    tmp_path: Path, gate: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = assembly.namespace_of
+
+    def replace(*args: Any) -> Any:
+        found = real(*args)
+        Gate("int8", "float16", MODEL, {}).write(gate)
+        return found
+
+    with monkeypatch.context() as patch:
+        patch.setattr(assembly, "namespace_of", replace)
+        await stored(tmp_path / "cache", gate)
+    GATE.write(gate)
+    assert is_near((await held(tmp_path / "cache", gate))[0], kv(KEYS[0]))
+
+
+async def test_what_a_tier_holds_is_counted_as_it_is_on_disk(tmp_path: Path, gate: Path) -> None:
+    async with kvstore.open(config(tmp_path / "cache", gate)) as store:
+        await store.put(KEYS[:8], [kv(key) for key in KEYS[:8]], durable=True)
+        tier = store.stats().tiers[0]
+    assert tier.used_bytes == tier.written_bytes == 8 * Codec.coded_bytes(CHUNK)
 
 
 async def stored(folder: Path, gate: Path | None, **more: Any) -> None:
@@ -311,12 +346,16 @@ async def test_every_command_takes_an_encoded_cache(
         assert main(["inspect", str(cache)]) == 0
         assert main(["verify", str(cache), *(["--keys", keys] if keys else [])]) == 0
         assert main(["compact", str(cache)]) == 0
+        show = ["show", str(cache / namespace.name), KEYS[0].hex(), "--dtype", "bfloat16", "--json"]
+        assert main([*show, *(["--keys", keys] if keys else [])]) == 0
         export_bundle(Path(cache / namespace.name), tmp_path / "bundle")
         done = import_bundle(tmp_path / "bundle", tmp_path / "other", keys=keys)
         assert (done.stored, done.faults) == (8, [])
 
     await asyncio.to_thread(commands)
-    capsys.readouterr()
+    told = capsys.readouterr().out
+    shown = json.loads(told[told.rindex("\n{\n") :] if "\n{\n" in told else told)
+    assert -6 < shown["min"] < -3
     # Copied as they are, not encoded twice.
     assert await held(cache, gate, **more) == first
     assert await held(tmp_path / "other", gate, **more) == first

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import os
 import random
 import signal
@@ -201,6 +202,32 @@ async def test_a_reset_whose_epoch_was_lost_reaches_none_that_somebody_has_been_
     (folder / NAMESPACE.name / EPOCH_NAME).unlink()
     assert await bench.tier.clear() is not None
     assert disk_of(bench).epoch == disk_of(peer).epoch + 1
+
+
+async def test_an_epoch_that_cannot_be_raised_in_a_folder_is_not_told_there(
+    tmp_path: Path, open_bench: OpenBench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one, two = tmp_path / "one", tmp_path / "two"
+    for path in (one, two):
+        await open_bench(path).tier.close([])
+    raise_epoch(two / NAMESPACE.name, 3)
+    with monkeypatch.context() as patch:
+        patch.setattr("kvstore.tiers.disk.volume.raise_epoch", _full)
+        with pytest.raises(PathUnusableError, match="the epoch cannot be moved"):
+            open_bench([one, two])
+    # Nothing was lost there.
+    assert disk_of(open_bench(one)).epoch == 0
+
+
+def _full(folder: Path, epoch: int) -> int:
+    raise OSError(errno.ENOSPC, "no space")
+
+
+async def test_after_the_last_epoch_there_is_none(open_bench: OpenBench, folder: Path) -> None:
+    bench = open_bench()
+    raise_epoch(folder / NAMESPACE.name, MAX_EPOCH)
+    assert await bench.tier.clear() is None
+    assert read_epoch(folder / NAMESPACE.name) == MAX_EPOCH
 
 
 async def test_chunks_of_a_cache_from_before_there_were_epochs_are_found(

@@ -18,13 +18,14 @@ from kvstore.tools.gate import compare
 def answer(tokens: list[int], logprobs: list[float], cached: int = 32) -> dict[str, Any]:
     """One whose tokens have these log-probabilities, and token 9 another one everywhere."""
     places = [{str(token): value, "9": -3.0} for token, value in zip(tokens, logprobs, strict=True)]
-    return {"tokens": tokens, "logprobs": places, "cached": cached}
+    return {"prompt": 40, "tokens": tokens, "logprobs": places, "cached": cached}
 
 
 def test_equal_answers_have_no_error() -> None:
     same = [answer([1, 2], [-1.0, -2.0]), answer([3, 4], [-1.0, -2.0])]
     assert compare(same, same) == {
         "prompts": 2,
+        "read": 0.8,
         "differing": 0,
         "agreeing": 1,
         "logprob_error": 0,
@@ -46,9 +47,9 @@ def test_log_probabilities_count_up_to_the_first_other_token() -> None:
 
 def test_prompts_that_were_not_read_do_not_count() -> None:
     computed = [answer([1], [0.0]), answer([2], [0.0])]
-    read = [answer([1], [0.0]), answer([3], [0.0], cached=0)]
+    read = [answer([1], [0.0]), answer([3], [0.0], cached=19)]
     assert compare(computed, read)["prompts"] == 1
-    with pytest.raises(KVStoreError, match="longer than a chunk"):
+    with pytest.raises(KVStoreError, match="of no prompt half was found"):
         compare(computed[1:], read[1:])
 
 

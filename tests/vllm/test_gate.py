@@ -71,6 +71,17 @@ def test_a_model_is_tried_and_only_it_may_use_the_file(
     assert gate.figures == figures
     assert gate.identity["dtype"] == "bfloat16"
     assert gate.identity["weights"]["fingerprint"]
+    # The model itself may use it.
+    request, answers = tmp_path / "request.json", tmp_path / "answers.json"
+    kept = {"host": "128MiB", "disk": str(tmp_path / "kept"), "disk_bytes": "512MiB"}
+    kept["disk_codec"] = str(tmp_path / "model.gate")
+    engine = {"model": str(tmp_path / "model"), **ARGUMENTS}
+    prompts = [prompt(1, 300)] * 2
+    told_too = {"engine": engine, "kvstore": kept, "prompts": prompts, "tokens": 4}
+    request.write_text(json.dumps(told_too))
+    assert module.run_trial([str(request), str(answers)], tmp_path / "log") == 0
+    assert "int8 of bfloat16" in (tmp_path / "log").read_text()
+    assert [each["cached"] for each in json.loads(answers.read_text())] == [0, 288]
     refused(tmp_path, gate)
 
 

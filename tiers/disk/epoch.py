@@ -80,6 +80,8 @@ def raise_epoch(folder: Path, epoch: int) -> int:
         OSError: if it cannot be written, or another process holds the lock.
         KVStoreError: as `read_epoch` does.
     """
+    if epoch > MAX_EPOCH:
+        raise ForeignFileError(f"{folder}: no epoch is left after {MAX_EPOCH}; remove the folder")
     standing = read_epoch(folder)
     if standing >= epoch:
         # Who wrote it may have failed, or been killed, before it was durable.

@@ -100,6 +100,7 @@ class PeerLanes(Tier):
             segment_slots=SLOTS_PER_SEGMENT,
             segments=(),
             max_segments=0,
+            payload_bytes=self._own.geometry.chunk_bytes,
         )
 
     @property

@@ -148,6 +148,8 @@ class DiskTier(Tier):
                 failed = volume.raise_epoch(epoch) if epoch else 0
                 if isinstance(failed, str):
                     raise PathUnusableError(failed)
+                # Where no epoch was raised, too.
+                volume.lane.tell_epoch(epoch)
                 if volume.geometry != self.volumes[0].geometry:
                     raise ConfigError(
                         f"the segments in {volume.lane.folder} have {volume.geometry.slots} slots, "
@@ -178,6 +180,7 @@ class DiskTier(Tier):
             stripes=len(self.volumes),
             relocation_chunks=max(1, RELOCATION_BYTES // self.geometry.slot_bytes),
             note_chunks=NOTE_CHUNKS,
+            payload_bytes=self._stored_bytes,
         )
 
     def _standing_epoch(self) -> int:

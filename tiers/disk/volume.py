@@ -131,7 +131,6 @@ class Volume:
         self.trust = trust
         folder = namespace.establish(path, trust)
         self.lane = Lane.acquire(folder, lane, trust)
-        self.lane.tell_epoch(epoch)
         self.unowned = UnownedLanes(self.lane, trust)
         try:
             self._open(wanted, io)

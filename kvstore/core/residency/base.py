@@ -38,6 +38,7 @@ class TierView(ABC):
         admission: decides which chunks may be copied to it; without one, all may.
         max_rows_in_flight: most rows that one move, and all copies to it together, may name.
         copies_queued: total of chunks ever queued for a copy to it.
+        payload_bytes: of a chunk there; 0 if they are those of host memory.
     """
 
     def __init__(
@@ -52,6 +53,7 @@ class TierView(ABC):
     ) -> None:
         self.number = number
         self.name = recovered.name
+        self.payload_bytes = recovered.payload_bytes
         self.medium = recovered.medium
         self.index = index
         self.entries = index.entries
