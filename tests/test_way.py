@@ -46,6 +46,8 @@ UPWARDS = {
     ("*", "Victims.protection.<locals>.protected"),
     ("*", "Victims.find_one.<locals>.first"),
     ("*", "_nobody"),
+    # A tier that closes goes through the order that it was handed, in a thread of its own.
+    ("DiskTier.close.<locals>.order_of", "ColdestFirst.__iter__"),
     # A server alone knows where in a prompt a key belongs.
     ("*", "_place_in.<locals>.place"),
     ("*", "Entrance._enter_one_by_one.<locals>.whole"),

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from kvstore.core.residency.slots import FEW_ASIDE
 from kvstore.tiers.disk.format import RECORD_BYTES
 from tests.faults.conftest import EIO, FaultyDisk, Rule
 from tests.faults.support import (
@@ -192,7 +193,7 @@ async def test_a_disk_that_writes_nothing_is_left_alone_and_host_memory_serves(
         faulty.obey()
         await asyncio.sleep(0.35)
         kept = await caller.save(ALL)
-        assert caller.disk.set_aside <= 2
+        assert caller.disk.set_aside <= FEW_ASIDE
         assert len(kept) >= SLOTS - caller.disk.set_aside
         assert warned(caplog.records, "stores again")
 

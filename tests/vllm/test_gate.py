@@ -8,26 +8,26 @@ from typing import Any
 
 import pytest
 
-from benchmarks.random_model import write_apart
-from examples.rounds import ENGINE, ENVIRONMENT, LLAMA, prompt
+from examples.rounds import ENGINE, ENVIRONMENT
+from examples.tiny_model import CONFIG, write_model
 from kvstore.gate import Gate, read_gate
 from kvstore.tools import gate as module
 from kvstore.tools.cli import main
 from kvstore.vllm import trial
 from tests.vllm.engines import ENGINE_SECONDS, ONE_PROCESS, run_engine, run_script
 
-MODEL = {
-    **LLAMA,
-    "hidden_size": 256,
-    "num_hidden_layers": 4,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 4,
-}
 ARGUMENTS = {
     name: value
     for name, value in ENGINE.items()
     if name not in ("load_format", "disable_log_stats")
 }
+
+
+def prompt(seed: int, length: int) -> list[int]:
+    """Token ids that the model knows."""
+    return [
+        10 + (seed * 7919 + place * 104729) % (CONFIG["vocab_size"] - 10) for place in range(length)
+    ]
 
 
 @pytest.fixture
@@ -53,7 +53,7 @@ def forked(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[list[str]]:
 def test_a_model_is_tried_and_only_it_may_use_the_file(
     tmp_path: Path, forked: list[list[str]], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    write_apart(tmp_path / "model", MODEL)
+    write_model(tmp_path / "model")
     lines = [json.dumps(prompt(seed, 300)) for seed in range(4)]
     (tmp_path / "prompts").write_text("\n".join(lines))
     told = ["gate", str(tmp_path / "model"), str(tmp_path / "model.gate"), "--prompts"]
