@@ -180,6 +180,18 @@ class Audit:
         return self._computed[tokens]
 
 
+def serve_until_loaded(engine: Engine, stream: Stream, *, resets: float) -> Served:
+    """Serve a stream, again where a disk that stalled left little to load, and check the rest."""
+    for seed in range(10):
+        served = serve(engine, stream, seed, resets=resets)
+        assert served.wrong == []
+        if connector(engine).stats.loads > REQUESTS // 4:
+            break
+        engine.settle()
+    assert connector(engine).stats.loads > REQUESTS // 4
+    return served
+
+
 def connector(engine: Engine) -> ConnectorScheduler:
     """The scheduler's half of an engine with offload."""
     assert engine.connector is not None
@@ -208,14 +220,12 @@ def test_every_token_is_the_same_with_a_tiny_pool_aborts_and_resets(
     full: Stream, tmp_path: Path, prefix_caching: bool
 ) -> None:
     engine = Engine(tiny(MODEL, offload=offload(tmp_path), prefix_caching=prefix_caching))
-    served = serve(engine, full, resets=0.01)
+    served = serve_until_loaded(engine, full, resets=0.01)
     stats = connector(engine).stats
     tier = disk(engine)
-    assert served.wrong == []
     assert engine.scheduler.preempted > 0
     assert sum(served.aborted.values()) > 0
     assert served.resets > 0
-    assert stats.loads > REQUESTS // 4
     assert stats.deferred > 0
     assert tier.promoted > 0, "nothing came from disk"
     assert stats.failed_loads == stats.failed_stores == stats.unknown_jobs == 0
@@ -230,12 +240,10 @@ def test_every_token_and_all_that_is_loaded_is_the_same_where_layers_have_a_wind
     engine = Engine(tiny(WINDOWED, offload=offload(tmp_path)))
     # Few tokens tell whether one place in the KV cache is right: it is looked at itself.
     audit = Audit(engine)
-    served = serve(engine, windowed, resets=0.005)
-    assert served.wrong == []
+    serve_until_loaded(engine, windowed, resets=0.005)
     assert audit.wrong == []
     assert audit.places > REQUESTS
     assert engine.scheduler.preempted > 0
-    assert connector(engine).stats.loads > REQUESTS // 4
     engine.shutdown()
 
 
@@ -252,7 +260,7 @@ def test_every_token_is_the_same_while_the_disk_is_slow_and_fails(
     for seed in range(5):
         assert serve(engine, full, seed, between=another_rule).wrong == []
         tier = disk(engine)
-        if tier.failed_reads + tier.failed_writes:
+        if tier.failed_reads + tier.failed_writes and connector(engine).stats.loads:
             break
     assert tier.failed_reads + tier.failed_writes > 0
     assert connector(engine).stats.loads > 0
