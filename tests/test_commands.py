@@ -273,6 +273,8 @@ async def run_tool(arguments: list[str], folder: Path) -> None:
     if arguments[0] == "doctor":
         async with kvstore.open(small(folder, disk=32)) as store, served(store) as url:
             command = ["-m", "kvstore.tools", "doctor", url, *arguments[2:]]
+            if "--metrics" in arguments:
+                command[3:] = [str(folder), "--metrics", str(folder / "kvstore.prom")]
             await asyncio.to_thread(run, command, folder)
         return
     if arguments[0] == "ctl":

@@ -17,9 +17,10 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
+from kvstore.errors import KVStoreError
 from kvstore.maintenance.survey import NamespaceSurvey, survey
 from kvstore.sizes import format_size
-from kvstore.tools.drives import Wear, drives_under, read_wear
+from kvstore.tools.drives import YEARS, Wear, wear_under, write_metrics
 from kvstore.tools.output import counted, print_json
 from kvstore.tools.top import WHOLE, Snapshot, is_url, scrape
 
@@ -40,9 +41,6 @@ FORGOTTEN_DAYS = 7.0
 GAP = 0.5
 """Share of a namespace's files that holds nothing, or chunks from before a reset, from which on
 compacting is worth it."""
-
-YEARS = 3.0
-"""Years that a drive shall last; if it will not, less should be written to it."""
 
 FULL = 0.03
 """Share of the drive below which free space counts as little."""
@@ -75,6 +73,13 @@ def add_doctor_arguments(parser: argparse.ArgumentParser) -> None:
         help="a server's metrics, such as http://host:8000/metrics, or the folder of a cache",
     )
     parser.add_argument("--json", action="store_true", help="print JSON instead of text")
+    parser.add_argument(
+        "--metrics",
+        metavar="FILE",
+        type=Path,
+        help="of a folder: also write how worn its drives are to FILE, in Prometheus' text format, "
+        "for node_exporter's textfile collector",
+    )
 
 
 def run_doctor(options: argparse.Namespace) -> int:
@@ -82,23 +87,26 @@ def run_doctor(options: argparse.Namespace) -> int:
 
     Raises:
         KVStoreError: if the server does not answer, or has no metrics of kvstore; or if there is
-            no cache at that path.
+            no cache at that path; or if the metrics cannot be written.
     """
     waited: float | None = None
     drives: list[Wear] = []
     if is_url(options.where):
+        if options.metrics is not None:
+            raise KVStoreError("--metrics tells of the drives under a folder, not of a server's")
         now = scrape(options.where)
         findings, waited = diagnose(now), now.get("wait_seconds_sum")
     else:
         findings = examine(Path(options.where))
-        asked = map(read_wear, drives_under(Path(options.where)))
-        drives = [each for each in asked if isinstance(each, Wear)]
+        drives = wear_under(Path(options.where))
+        if options.metrics is not None:
+            write_metrics(drives, options.metrics)
     if options.json:
         known = [asdict(each) | {"hours_left": each.hours_left} for each in drives]
         places = [asdict(each) for each in findings]
         print_json({"waited_s": waited, "places": places, "drives": known})
     else:
-        print("\n".join([*_lines(findings, waited), *map(_drive, drives)]))
+        print("\n".join([*_lines(findings, waited), *map(_of_drive, drives)]))
     return int(any(each.verdict == "does not help" for each in findings))
 
 
@@ -222,18 +230,13 @@ def _lines(findings: list[Finding], waited: float | None) -> Iterator[str]:
         yield f"Requests waited {waited:.1f} s for slower tiers."
 
 
-def _drive(told: Wear) -> str:
-    """One line about a drive."""
-    line = (
-        f"{told.drive}: {100 * told.used:.0f} % of its endurance used in "
-        f"{told.hours / 24:,.0f} days, {format_size(told.written_bytes)} written"
+def _of_drive(told: Wear) -> str:
+    """What a drive tells, and what to do about it."""
+    daily = told.daily_bytes
+    if told.hours_left is None or daily is None or told.hours_left / 24 / 365 >= YEARS:
+        return str(told)
+    budget = f'"admission": {{"name": "endurance", "bytes_per_day": "{format_size(daily)}"}}'
+    return (
+        f"{told} For {YEARS:g} years {format_size(daily)} a day may be written to it: if kvstore "
+        f'writes most of that, try {budget}, or "reuse", or see kvstore simulate.'
     )
-    if told.used >= 1:
-        return f"{line}: replace it."
-    if told.hours_left is None:
-        return f"{line}: too little to say how long it lasts."
-    years = told.hours_left / 24 / 365
-    lasts = f"{line}; at that pace it lasts {years:.1f} years more"
-    if years >= YEARS:
-        return f"{lasts}."
-    return f'{lasts}: try "admission": "endurance" or "reuse", or see kvstore simulate.'

@@ -2,7 +2,8 @@
 
 A flash drive estimates which share of its endurance is used, and counts the hours for which it was
 on (NVM Express Base Specification, SMART / Health Information log). Two programs read that, mostly
-for root alone: ``smartctl`` and ``nvme``.
+for root alone: ``smartctl`` and ``nvme``. A server is seldom root, so its metrics do not have it:
+`write_metrics` writes a file of its own for Prometheus.
 """
 
 from __future__ import annotations
@@ -11,12 +12,18 @@ import json
 import os
 import shutil
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-__all__ = ["Wear", "drives_under", "read_wear"]
+from kvstore.errors import KVStoreError
+from kvstore.sizes import format_size
+
+__all__ = ["Wear", "drives_under", "read_wear", "wear_under", "write_metrics"]
+
+YEARS = 3.0
+"""Years that a drive shall last; if it will not, less should be written to it."""
 
 LEAST_USED = 0.03
 """Share of the endurance below which nothing is forecast: drives tell it in whole hundredths."""
@@ -53,6 +60,28 @@ class Wear:
             return 0.0
         return self.hours * (1 - self.used) / self.used if self.used >= LEAST_USED else None
 
+    @property
+    def daily_bytes(self) -> int | None:
+        """How much may be written to it in a day, by all, for it to last `YEARS` years more.
+
+        It takes as many bytes for each hundredth of its endurance as so far.
+        """
+        if self.hours_left is None or not 0 < self.used < 1:
+            return None
+        return int(self.written_bytes * (1 - self.used) / self.used / (YEARS * 365))
+
+    def __str__(self) -> str:
+        line = (
+            f"{self.drive}: {100 * self.used:.0f} % of its endurance used in "
+            f"{self.hours / 24:,.0f} days, {format_size(self.written_bytes)} written"
+        )
+        if self.used >= 1:
+            return f"{line}: replace it."
+        if self.hours_left is None:
+            return f"{line}: too little to say how long it lasts."
+        years = self.hours_left / 24 / 365
+        return f"{line}; at that pace it lasts {years:.1f} years more."
+
 
 def drives_under(folder: Path) -> list[str]:
     """The devices of the drives on which `folder` lies; none where that cannot be told.
@@ -75,6 +104,44 @@ def _drives(device: Path) -> Iterator[Path]:
         yield device
     for part in parts:
         yield from _drives(part.resolve())
+
+
+def wear_under(folder: Path) -> list[Wear]:
+    """Ask the drives on which `folder` lies for their wear; those that do not tell are left out."""
+    asked = map(read_wear, drives_under(folder))
+    return [each for each in asked if isinstance(each, Wear)]
+
+
+def write_metrics(drives: Sequence[Wear], file: Path) -> None:
+    """Write what drives tell in Prometheus' text format; replaces `file` as a whole.
+
+    Raises:
+        KVStoreError: if a package is missing, or the file cannot be written.
+    """
+    try:
+        from prometheus_client import CollectorRegistry, Gauge, write_to_textfile
+    except ImportError as error:
+        raise KVStoreError(
+            "metrics are written by another package: pip install 'kvstore-offload[top]'; "
+            "missing is prometheus_client"
+        ) from error
+    registry = CollectorRegistry()
+
+    def gauge(name: str, text: str) -> Gauge:
+        return Gauge(f"kvstore_drive_{name}", text, ["drive"], registry=registry)
+
+    used = gauge("used_ratio", "Share of its endurance that the drive has used; 1 at its end.")
+    written = gauge("written_bytes", "Bytes that were written to the drive in all, by anybody.")
+    left = gauge("left_seconds", "How long the drive lasts if it goes on to be used as so far.")
+    for each in drives:
+        used.labels(each.drive).set(each.used)
+        written.labels(each.drive).set(each.written_bytes)
+        if each.hours_left is not None:
+            left.labels(each.drive).set(each.hours_left * 3600)
+    try:
+        write_to_textfile(str(file), registry)
+    except OSError as error:
+        raise KVStoreError(f"{file}: {error.strerror}") from error
 
 
 def read_wear(drive: str) -> Wear | str:

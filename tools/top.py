@@ -12,13 +12,16 @@ import urllib.request
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from http.client import HTTPException
+from pathlib import Path
 from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
 from kvstore.errors import KVStoreError
 from kvstore.maintenance.survey import survey
 from kvstore.sizes import format_size
+from kvstore.tools.drives import wear_under
 from kvstore.tools.output import counted, is_terminal, whole_number
 
 if TYPE_CHECKING:
@@ -118,7 +121,9 @@ def run_top(options: argparse.Namespace) -> int:
     look: Callable[[], Snapshot] = (
         (lambda: scrape(options.where)) if from_url else (lambda: look_at(options.where))
     )
-    show = tables if from_url else _folders
+    # Drives tell their wear in whole hundredths: once is enough.
+    drives = [] if from_url else wear_under(Path(options.where))
+    show = tables if from_url else partial(_folders, "\n".join(map(str, drives)))
     console = Console(force_terminal=is_terminal())
     if not console.is_terminal:
         # In a pipe nothing can be drawn over: one table, unless more are asked for.
@@ -282,10 +287,12 @@ def look_at(path: str) -> Snapshot:
     return snapshot
 
 
-def _folders(before: Snapshot, now: Snapshot) -> Table:
+def _folders(below: str, before: Snapshot, now: Snapshot) -> Table:
+    """Tabulate the lanes of a cache on disk; `below` is written below them."""
     from rich.table import Table
 
     table = Table(title=counted(len(now.tiers), "lane"), title_justify="left")
+    table.caption, table.caption_justify = below or None, "left"
     for head in ("lane", "process", "chunks", "more/s", "held", "files"):
         left = head == "lane"
         table.add_column(head, justify="left" if left else "right", overflow="fold")

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+import kvstore
 from kvstore.tools import drives
-from kvstore.tools.doctor import _drive
+from kvstore.tools.cli import main
+from kvstore.tools.doctor import _of_drive
 from kvstore.tools.drives import Wear, drives_under, read_wear
 
 LOG = {"data_units_written": 2_000_000, "power_on_hours": 8760}
@@ -35,6 +38,11 @@ def answers(folder: Path, program: str, answer: object, status: int = 0) -> None
 
 def of_smartctl(used: Any) -> dict[str, Any]:
     return {"nvme_smart_health_information_log": LOG | {"percentage_used": used}}
+
+
+def on_disk(path: Path, **more: Any) -> dict[str, Any]:
+    tier = {"type": "disk", "path": str(path), "capacity_bytes": "8MiB", **more}
+    return {"host": "16MiB", "chunk_bytes": "64KiB", "identity": {}, "tiers": [tier]}
 
 
 def test_a_real_folder_lies_on_drives_that_there_are(tmp_path: Path) -> None:
@@ -81,7 +89,7 @@ def test_either_program_tells_how_long_a_drive_lasts(
     wear = read_wear("/dev/nvme0n1")
     assert wear == Wear("/dev/nvme0n1", 0.2, 1_024_000_000_000, 8760)
     assert wear.hours_left == pytest.approx(4 * 8760)
-    assert _drive(wear) == (
+    assert _of_drive(wear) == (
         "/dev/nvme0n1: 20 % of its endurance used in 365 days, 953.7 GiB written; "
         "at that pace it lasts 4.0 years more."
     )
@@ -117,8 +125,72 @@ def test_without_either_program_both_are_named(programs: Path) -> None:
     assert read_wear("/dev/sda") == "neither smartctl nor nvme is installed"
 
 
-def test_a_drive_that_will_not_last_is_to_be_written_less() -> None:
-    assert "admission" in _drive(Wear("/dev/nvme0n1", 0.5, 10**15, 8760))
-    assert "replace it" in _drive(Wear("/dev/nvme0n1", 1.2, 10**15, 8760))
-    assert "too little" in _drive(Wear("/dev/nvme0n1", 0.01, 10**12, 30))
-    assert "too little" in _drive(Wear("/dev/nvme0n1", 0.0, 10**12, 24))
+def test_a_drive_that_will_not_last_is_to_be_written_less(tmp_path: Path) -> None:
+    told = _of_drive(Wear("/dev/nvme0n1", 0.5, 3 * 365 * 2**30, 8760))
+    assert "lasts 1.0 years more" in told
+    # 1,095 GiB have used half of it, so it takes as many again, and three years have 1,095 days.
+    assert "1.0 GiB a day" in told
+    (filter_,) = re.findall(r'"admission": ({[^}]*})', told)
+    with kvstore.open_sync(on_disk(tmp_path, admission=json.loads(filter_))) as store:
+        assert store.stats().tiers[0].chunks == 0
+    assert "replace it" in _of_drive(Wear("/dev/nvme0n1", 1.2, 10**15, 8760))
+    assert "too little" in _of_drive(Wear("/dev/nvme0n1", 0.01, 10**12, 30))
+    assert "too little" in _of_drive(Wear("/dev/nvme0n1", 0.0, 10**12, 24))
+
+
+@pytest.fixture
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A cache on a drive that tells its wear."""
+    folder = tmp_path / "cache"
+    with kvstore.open_sync(on_disk(folder)) as store:
+        store.put([b"key"], [bytes(65536)])
+    number = os.stat(folder).st_dev
+    (tmp_path / "block" / "nvme9n1").mkdir(parents=True)
+    (tmp_path / "dev").mkdir()
+    device = tmp_path / "dev" / f"{os.major(number)}:{os.minor(number)}"
+    device.symlink_to(tmp_path / "block" / "nvme9n1")
+    monkeypatch.setattr(drives, "BLOCK_DEVICES", tmp_path / "dev")
+    return folder
+
+
+def test_top_and_doctor_tell_how_long_the_drive_of_a_cache_lasts(
+    cache: Path, programs: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    answers(programs, "smartctl", of_smartctl(20))
+    line = "/dev/nvme9n1: 20 % of its endurance used"
+    assert main(["doctor", str(cache)]) == 0
+    assert line in capsys.readouterr().out
+    assert main(["top", str(cache), "--interval", "0.1"]) == 0
+    assert line in capsys.readouterr().out
+    answers(programs, "smartctl", "not JSON")
+    assert main(["top", str(cache), "--interval", "0.1"]) == 0
+    assert "endurance" not in capsys.readouterr().out
+
+
+def test_doctor_writes_metrics_of_the_drives_for_prometheus(
+    cache: Path, programs: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    parser = pytest.importorskip("prometheus_client.parser")
+    file = tmp_path / "kvstore.prom"
+
+    def told() -> dict[str, float]:
+        assert main(["doctor", str(cache), "--metrics", str(file)]) == 0
+        families = parser.text_string_to_metric_families(file.read_text())
+        samples = [sample for family in families for sample in family.samples]
+        assert all(sample.labels == {"drive": "/dev/nvme9n1"} for sample in samples)
+        return {sample.name: sample.value for sample in samples}
+
+    answers(programs, "smartctl", of_smartctl(20))
+    written = LOG["data_units_written"] * drives.UNIT
+    of_life = {"kvstore_drive_used_ratio": 0.2, "kvstore_drive_written_bytes": written}
+    assert told() == of_life | {"kvstore_drive_left_seconds": 4 * 8760 * 3600}
+    answers(programs, "smartctl", of_smartctl(1))
+    assert told() == of_life | {"kvstore_drive_used_ratio": 0.01}
+    # A drive that does not answer any more is not told as it was before.
+    answers(programs, "smartctl", "not JSON")
+    assert told() == {}
+    capsys.readouterr()
+    assert main(["doctor", str(cache), "--metrics", str(tmp_path / "none" / "file")]) == 2
+    assert str(tmp_path / "none" / "file") in capsys.readouterr().err
+    assert main(["doctor", "http://127.0.0.1:1/metrics", "--metrics", str(file)]) == 2
+    assert "--metrics" in capsys.readouterr().err
