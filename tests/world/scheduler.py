@@ -13,7 +13,7 @@ from kvstore.connector.contract import ReqContext
 from kvstore.connector.manager import KVStoreManager
 from kvstore.errors import KVStoreError, LaneBusyError
 from kvstore.testing.manager import stored_in
-from tests.world.world import CHUNK, BrokenError, Server, World, content
+from tests.world.world import CHUNK, BrokenError, Server, World
 
 __all__ = ["Scheduler"]
 
@@ -154,7 +154,7 @@ class Scheduler(Server):
         """Copy a part of each row to or from the device."""
         assert self.manager is not None
         for key, row in zip(one.keys, one.rows, strict=True):
-            place, right = self.manager.region.row(row), content(key, one.label)
+            place, right = self.manager.region.row(row), self.world.content(key, one.label)
             if not one.load:
                 place[start:end] = right[start:end]
             elif bytes(place[:CHUNK]) != right:

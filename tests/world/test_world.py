@@ -22,6 +22,7 @@ from kvstore.api.put import Puts
 from kvstore.core.cascade import Cascades
 from kvstore.core.residency.slots import Slots
 from kvstore.tiers.disk import epoch, extents, lane, recovery, segment
+from kvstore.tiers.disk.coding import Coder
 from kvstore.tiers.disk.format import LiveRecords
 from kvstore.tiers.disk.index import IndexFile
 from kvstore.tiers.disk.segment import Segment
@@ -220,6 +221,11 @@ def _(patch: pytest.MonkeyPatch) -> None:
 )
 def _(patch: pytest.MonkeyPatch) -> None:
     patch.setattr("kvstore.tiers.remote.tier.digest", lambda payload: bytes(16))
+
+
+@without("what was encoded is decoded", shape={"coded": True})
+def _(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(Coder, "decode", lambda self, row: None)
 
 
 # -- faults that there were, put back -------------------------------------------------------

@@ -16,6 +16,8 @@ from pathlib import Path
 from typing import Any, TypeVar
 from unittest.mock import patch
 
+import numpy as np
+
 import kvstore
 from kvstore import plugins
 from kvstore.config import Config
@@ -23,11 +25,13 @@ from kvstore.control.commands import Commands
 from kvstore.core.statistics import Ages
 from kvstore.engine.engine import Engine
 from kvstore.errors import KVStoreError, LaneBusyError, PathUnusableError
+from kvstore.gate import Gate
 from kvstore.maintenance.bundle import export_bundle, import_bundle
 from kvstore.maintenance.offline import compact, purge
 from kvstore.maintenance.survey import Progress, survey, verify
 from kvstore.policies.tenants import tenant_keys
 from kvstore.tiers import Tier
+from kvstore.tiers.codec import CODECS, DTYPES, GROUP_BYTES, Codec
 from kvstore.tiers.disk.tier import DiskTier
 from kvstore.tiers.disk.volume import Volume
 from kvstore.tiers.pinned import PinnedRegion
@@ -80,11 +84,6 @@ def secrets() -> dict[str, list[bytes]]:
 
 class BrokenError(AssertionError):
     """A promise was broken."""
-
-
-def content(key: bytes, label: int) -> bytes:
-    """The bytes of a key for a server whose weights have this label."""
-    return hashlib.blake2b(key + b"@%d" % label).digest() * (CHUNK // 64)
 
 
 class World:
@@ -196,6 +195,11 @@ class World:
         if self.encrypted:
             SECRETS[:] = [aside.randbytes(32)]
             self.config["encryption_keys"] = KEYS
+        self.codec: Codec | None = None
+        if shape.get("coded", aside.random() < 0.25):
+            self.codec = Codec(aside.choice(DTYPES))
+            # A file that is there; what is in it, `read_gate` tells.
+            self.config["disk_codec"] = __file__
         if self.server is not None:
             SERVERS["share"] = self.server
         self.enemy: Enemy
@@ -216,6 +220,26 @@ class World:
         """Nothing goes wrong in this world but kills."""
 
     # -- what others tell --------------------------------------------------------------------
+
+    def content(self, key: bytes, label: int) -> bytes:
+        """The bytes of a key for a server whose weights have this label."""
+        numbers = hashlib.blake2b(key + b"@%d" % label).digest()
+        if self.codec is not None:
+            # Numbers from 1 to 2, as the codec leaves them.
+            mixed = np.frombuffer(2 * numbers, np.uint16) & 0x7F | 0x3F80
+            memory, coded = (
+                memoryview(bytearray(mixed.tobytes())),
+                memoryview(bytearray(GROUP_BYTES)),
+            )
+            self.codec.encode(memory, coded)
+            memory[:] = coded
+            self.codec.decode(memory, len(memory))
+            numbers = bytes(memory)
+        return numbers * (CHUNK // len(numbers))
+
+    def _gate(self, path: Path) -> Gate:
+        assert self.codec is not None
+        return Gate(CODECS[0], self.codec.dtype, {"model": "sim"}, {})
 
     def tell(self, text: str) -> None:
         """Add a line to the story."""
@@ -433,6 +457,7 @@ class World:
             stack.enter_context(patch.object(Engine, "_perform", performed))
             stack.enter_context(patch.object(Volume, "enter_epoch", enter_epoch))
             stack.enter_context(patch("kvstore.assembly.control_of", _controlled))
+            stack.enter_context(patch("kvstore.gate.read_gate", self._gate))
             stack.enter_context(patch.object(Ages, "leave", evicted))
             stack.enter_context(patch("kvstore.api.put.COPY_INLINE_BYTES", self.inline))
             stack.enter_context(patch("kvstore.api.sync._RUNNING", set()))
@@ -628,14 +653,14 @@ class Server:
 
     def _check(self, keys: Sequence[bytes], found: Sequence[Any], label: int, call: str) -> None:
         for key, one in zip(keys, found, strict=False):
-            if bytes(one) == content(key, label):
+            if bytes(one) == self.world.content(key, label):
                 continue
             whose = [
                 f"{other!r} of label {its}"
                 for its in range(self.world.next_label)
                 for prompt in range(self.world.prompts)
                 for other in self.world.keys(prompt)
-                if bytes(one) == content(other, its)
+                if bytes(one) == self.world.content(other, its)
             ]
             raise BrokenError(
                 f"{call}: wrong bytes for {key!r} of label {label}: "
@@ -649,7 +674,7 @@ class Server:
         durable = world.rng.random() < (0.8 if world.wears_out else 0.4)
         wait = world.rng.random() < 0.8
         era, troubled = self.resets, world.troubled
-        data = [content(key, label) for key in keys]
+        data = [world.content(key, label) for key in keys]
         world.are_put(keys)
         done = await self.store.put(keys, data, durable=durable, wait=wait, timeout=self._timeout())
         world.act("put", f"{done} of {len(keys)} from {keys[0]!r}, durable {durable}, {label}")
@@ -668,7 +693,7 @@ class Server:
         for _ in range(10):
             await asyncio.sleep(1.0)
             world.are_put([key])
-            done = await self.store.put([key], [content(key, self.label)], durable=True)
+            done = await self.store.put([key], [world.content(key, self.label)], durable=True)
             world.act("put again", f"{done}, {key!r}")
             # While a lane becomes smaller, what it moves may meet the bad blocks, too.
             if done or self.resets != resets or self.sizing or not world.wears_out:
@@ -785,7 +810,7 @@ class Server:
             return
         world.are_put([key])
         refused = self._refused()
-        await self.store.put([key], [content(key, self.label)])
+        await self.store.put([key], [world.content(key, self.label)])
         there = self.store.contains([key]) == [True] and await self.store.flush()
         world.act("heal", repr(key))
         if (
