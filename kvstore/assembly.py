@@ -287,7 +287,7 @@ def open_tiers(
                 said.insert(0, str(tier_config.eviction_policy))
                 said += [*map(str, tier_config.admission), f"{found} chunks found"]
             if isinstance(view, OwnedTier) and isinstance(tier_config, DiskConfig):
-                view.compact_at(tier_config.compaction_rate / region.row_bytes)
+                view.compact_at(tier_config.compaction_rate / round_to_page(size))
             parts.append(f"{_label(views)}: {', '.join([tier.description, *said])}")
     return views, parts
 

@@ -97,6 +97,7 @@ async def test_sparse_segments_are_given_back_while_all_chunks_are_served(
         assert await served(store, kept) == len(kept)
         stats = store.stats().tiers[0]
         assert stats.relocated > 0
+        assert stats.written_bytes == (stats.written + stats.relocated) * CHUNK
         assert stats.removed_segments == before - stats.segments
         assert stats.segments == len(files(tmp_path))
     async with kvstore.open(config(where)) as store:

@@ -18,9 +18,11 @@ from typing import Any
 from kvstore.config import Config, check_size
 from kvstore.control.jobs import ACTIONS, Act, Action, Changing, Job, Reencrypt, Reset, places
 from kvstore.core import Core
+from kvstore.core.residency.base import TierView
 from kvstore.errors import ConfigError, KVStoreError
 from kvstore.plugins import Choice, build_policy, check_policy
 from kvstore.tiers import Tier
+from kvstore.tiers.pinned import round_to_page
 from kvstore.types import MAX_KEY_BYTES, about
 
 __all__ = ["FORMAT", "Commands", "KeysOf", "check_command"]
@@ -108,7 +110,7 @@ class Commands:
         stats, rates, left = await self._acting(
             lambda core, now: (
                 core.stats(),
-                [tier.compaction_rate for tier in core.tiers],
+                [round(tier.compaction_rate * self._slot_bytes(tier)) for tier in core.tiers],
                 core.changing,
             )
         )
@@ -119,7 +121,7 @@ class Commands:
                 "medium": told.medium,
                 "eviction_policy": _named(self._policies.get(number)),
                 "capacity_bytes": self._capacities.get(number),
-                "compaction_rate": round(rates[number] * self._row_bytes),
+                "compaction_rate": rates[number],
             }
             for number, told in enumerate(stats.tiers)
         ]
@@ -319,6 +321,10 @@ class Commands:
 
         return f"host memory: {choice}", prepare
 
+    def _slot_bytes(self, tier: TierView) -> int:
+        """What a chunk takes there."""
+        return round_to_page(tier.payload_bytes) or self._row_bytes
+
     def _tier_changes(self, number: int, where: str, table: object) -> list[Change]:
         if not isinstance(table, dict):
             raise ConfigError(f"{where}: must be a table of keys")
@@ -329,12 +335,12 @@ class Commands:
             choice = _policy(f"{where}.eviction_policy", table["eviction_policy"])
         if "compaction_rate" in table:
             rate = check_size(f"{where}.compaction_rate", table["compaction_rate"])
-            changes.append(
-                (
-                    f"{where}: compaction of {rate} bytes per second",
-                    lambda core: partial(core.tiers[number].compact_at, rate / self._row_bytes),
-                )
-            )
+
+            def prepare(core: Core) -> Callable[[], None]:
+                tier = core.tiers[number]
+                return partial(tier.compact_at, rate / self._slot_bytes(tier))
+
+            changes.append((f"{where}: compaction of {rate} bytes per second", prepare))
         if "capacity_bytes" in table:
             capacity = check_size(f"{where}.capacity_bytes", table["capacity_bytes"], 1)
             self._tiers[number].segments_in(capacity)

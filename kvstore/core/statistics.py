@@ -138,7 +138,7 @@ class TierStats:
         closed, stalled, congested, slow, away, outpaced: see `Health`, now.
         read_pace: recent seconds to read a chunk; 0 if none was read.
         errors: moves that reported an error.
-        read_bytes, written_bytes: bytes of `promoted` and `written`.
+        read_bytes: bytes of `promoted`. written_bytes: bytes of `written` and `relocated`.
         used_bytes, free_bytes: bytes of `chunks` and `room`.
         reads, writes, asks: how long moves took that read chunks, wrote chunks or asked for them,
             failed ones included, from when they were handed out to when their ends were noticed.
@@ -202,7 +202,7 @@ class TierStats:
         self.loaded = loaded
         self.saved = saved
         self.read_bytes = self.promoted * chunk_bytes
-        self.written_bytes = self.written * chunk_bytes
+        self.written_bytes = (self.written + self.relocated) * chunk_bytes
         self.used_bytes = self.chunks * chunk_bytes
         self.free_bytes = self.room * chunk_bytes
 

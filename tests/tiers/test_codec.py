@@ -24,6 +24,7 @@ from kvstore.testing.bench import TierBench, key_of
 from kvstore.tiers.codec import DTYPES, Codec
 from kvstore.tiers.disk import DiskTier
 from kvstore.tiers.disk.format import Geometry
+from kvstore.tiers.pinned import round_to_page
 from kvstore.tools.cli import main
 from tests.tiers.support import NAMESPACE, segment_of, some_keys
 
@@ -301,6 +302,19 @@ async def test_what_a_tier_holds_is_counted_as_it_is_on_disk(tmp_path: Path, gat
         await store.put(KEYS[:8], [kv(key) for key in KEYS[:8]], durable=True)
         tier = store.stats().tiers[0]
     assert tier.used_bytes == tier.written_bytes == 8 * Codec.coded_bytes(CHUNK)
+
+
+async def test_compaction_copies_as_many_bytes_in_a_second_as_it_may(
+    tmp_path: Path, gate: Path
+) -> None:
+    rates = {}
+    for name, its in (("encoded", gate), ("plain", None)):
+        told = config(tmp_path / name, its)
+        told["tiers"][0]["compaction_rate"] = "1MiB"
+        async with kvstore.open(told) as store:
+            rates[name] = store._core.tiers[0].compaction_rate
+    slots = {"encoded": round_to_page(Codec.coded_bytes(CHUNK)), "plain": CHUNK}
+    assert rates == {name: 2**20 / size for name, size in slots.items()}
 
 
 async def stored(folder: Path, gate: Path | None, **more: Any) -> None:

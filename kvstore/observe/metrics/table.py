@@ -241,7 +241,9 @@ METRICS: tuple[Metric, ...] = (
     ),
     _target("tier_written_chunks", lambda t: t.written, "Chunks written to this tier."),
     _target(
-        "tier_written_bytes", lambda t: t.written_bytes, "Bytes of the chunks written to this tier."
+        "tier_written_bytes",
+        lambda t: t.written_bytes,
+        "Bytes of the chunks written to this tier, those that compaction moved included.",
     ),
     Metric(
         "tier_write_seconds",
