@@ -18,6 +18,10 @@ VLLM33 := $(CURDIR)/.vllm-0.33
 # What a package brings that is only unpacked: see tests/unpacked.py.
 OF_PEER = $(BIN)/python -m tests.unpacked $@ && KVSTORE_PEER=$@ $(BIN)/python -m pytest -p no:warnings tests/$@
 
+# Threads that wait for others by spinning, where there are no cores to spare.
+export OPENBLAS_NUM_THREADS := 1
+export OMP_NUM_THREADS := 1
+
 # Many tests start interpreters: to compile what they import takes longer than most of them.
 export PYTHONDONTWRITEBYTECODE :=
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import gc
 import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -72,6 +73,12 @@ def exported(monkeypatch: pytest.MonkeyPatch) -> Iterator[Exported]:
 
 ENGINE_SECONDS = 900
 """A real engine computes a prompt in half a second on one processor, and in seven on another."""
+
+
+def pytest_collection_finish() -> None:
+    """Collections look at what tests make, not at ten thousand tests and what they import."""
+    gc.collect()
+    gc.freeze()
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

@@ -157,6 +157,9 @@ def backed_by_huge_pages(address: int) -> int:
         for line in smaps:
             first = line.split(None, 1)[0]
             if "-" in first and not first.endswith(":"):
+                if inside:
+                    # The system counts the pages of each further mapping as it is read.
+                    break
                 low, high = (int(part, 16) for part in first.split("-"))
                 inside = low <= address < high
             elif inside and first in (

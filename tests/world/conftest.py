@@ -17,4 +17,3 @@ def small_heap(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     # The coroutines of a world that is over are destroyed only now, and say so.
     monkeypatch.setattr(sys, "unraisablehook", lambda told: None)
     gc.collect()
-    gc.unfreeze()
