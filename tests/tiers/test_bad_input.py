@@ -433,27 +433,6 @@ def test_a_lane_is_free_again_after_a_refused_open(
     open_bench(lane=0)
 
 
-def test_a_forked_child_does_not_keep_the_lane_of_its_parent(
-    folder: Path, child: StartChild
-) -> None:
-    code = """
-    parent = bench(sys.argv[1])
-    forked = os.fork()
-    if not forked:
-        signal.pause()
-    parent.abandon()
-    try:
-        bench(sys.argv[1], lane=0)
-        say("opened again")
-    except KVStoreError as error:
-        say(error)
-    finally:
-        os.kill(forked, signal.SIGKILL)
-        os.waitpid(forked, 0)
-    """
-    assert child(code, folder).line() == "opened again"
-
-
 def test_a_forked_child_does_not_give_the_lane_of_its_parent_away(
     folder: Path, refused: Callable[..., str], child: StartChild
 ) -> None:
