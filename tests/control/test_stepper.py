@@ -142,8 +142,10 @@ def test_transfers_under_way_at_a_reset_by_control_end_as_usual(tmp_path: Path) 
         manager.on_schedule_end()
         manager.complete_load(A, reader)
         manager.complete_store(new, writer)
-        assert manager.lookup(new[0], ReqContext("t")) is None, "it is still being stored"
+        asked = ReqContext("t")
+        assert manager.lookup(new[0], asked) is None, "it is still being stored"
         manager.complete_store(new, again)
+        manager.on_request_finished(asked)
 
         def quiet() -> bool:
             manager.on_schedule_end()
