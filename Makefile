@@ -11,7 +11,8 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check -qq
 # their time; the tests of one file run in one of them. What is skipped is
 # listed with its reason. A worker that crashes ends the run.
 WORKERS ?= $(shell cores=$$(nproc); echo $$((cores + cores / 2)))
-TESTS := $(BIN)/python -m pytest -n $(WORKERS) --no-loadscope-reorder --max-worker-restart=0 -rs
+# Threads that wait by spinning would take the cores from other tests.
+TESTS := OPENBLAS_NUM_THREADS=1 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --no-loadscope-reorder --max-worker-restart=0 -rs
 
 # vLLM 0.33, put before the installed 0.32 by PYTHONPATH: see tests/vllm/overlay.py.
 OVERLAY := $(BIN)/python tests/vllm/overlay.py
@@ -19,10 +20,6 @@ VLLM33 := $(CURDIR)/.vllm-0.33
 
 # What a package brings that is only unpacked: see tests/unpacked.py.
 OF_PEER = $(BIN)/python -m tests.unpacked $@ && KVSTORE_PEER=$@ $(BIN)/python -m pytest -p no:warnings tests/$@
-
-# Threads that wait for others by spinning, where there are no cores to spare.
-export OPENBLAS_NUM_THREADS := 1
-export OMP_NUM_THREADS := 1
 
 # Many tests start interpreters: to compile what they import takes longer than most of them.
 export PYTHONDONTWRITEBYTECODE :=

@@ -88,7 +88,10 @@ def drives_under(folder: Path) -> list[str]:
 
     Partitions and what is made of several drives are followed down to the drives.
     """
-    number = os.stat(folder).st_dev
+    try:
+        number = os.stat(folder).st_dev
+    except OSError:
+        return []
     device = BLOCK_DEVICES / f"{os.major(number)}:{os.minor(number)}"
     return sorted({f"/dev/{each.name}" for each in _drives(device.resolve())})
 

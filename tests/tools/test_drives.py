@@ -53,6 +53,16 @@ def test_what_has_no_drive_of_its_own_has_none() -> None:
     assert drives_under(Path("/proc")) == []
 
 
+@pytest.mark.parametrize("command", ["top", "doctor"])
+def test_a_folder_that_is_not_there_is_named(
+    command: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main([command, str(tmp_path / "none")]) == 2
+    told = capsys.readouterr().err
+    assert str(tmp_path / "none") in told
+    assert len(told.splitlines()) == 1
+
+
 def test_partitions_and_volumes_are_followed_to_their_drives(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
