@@ -7,12 +7,10 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 PIP := $(BIN)/python -m pip --disable-pip-version-check -qq
 
-# Three at once on two cores, as tests wait for disks and servers for a third of
-# their time; the tests of one file run in one of them. What is skipped is
-# listed with its reason. A worker that crashes ends the run.
-WORKERS ?= $(shell cores=$$(nproc); echo $$((cores + cores / 2)))
+# Two at once on two cores; the tests of one file run in one of them. What is
+# skipped is listed with its reason. A worker that crashes ends the run.
 # Threads that wait by spinning would take the cores from other tests.
-TESTS := OPENBLAS_NUM_THREADS=1 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --no-loadscope-reorder --max-worker-restart=0 -rs
+TESTS := OPENBLAS_NUM_THREADS=1 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n logical --no-loadscope-reorder --max-worker-restart=0 -rs
 
 # vLLM 0.33, put before the installed 0.32 by PYTHONPATH: see tests/vllm/overlay.py.
 OVERLAY := $(BIN)/python tests/vllm/overlay.py

@@ -48,9 +48,11 @@ async def test_a_frozen_file_system_holds_up_neither_the_loop_nor_the_process(
         for first in range(0, SEGMENTS * SLOTS, SLOTS):
             await caller.save(range(first, first + SLOTS))
         await caller.save(ALL)
-        async with running_loop(STILL_SECONDS):
-            with device.frozen(FROZEN_SECONDS):
+        # Freezing it may take long where others write: that stands outside.
+        with device.frozen(FROZEN_SECONDS):
+            async with running_loop(STILL_SECONDS):
                 await use(caller, USED_SECONDS)
+        async with running_loop(STILL_SECONDS):
             # Thawed: all is as it was.
             await until_async(lambda: not caller.asked().stalled)
             await until_async(lambda: caller.store._core.unsaved == 0)
@@ -81,7 +83,7 @@ async def test_a_store_that_is_closed_while_the_file_system_is_frozen_ends_in_ti
         async with running_loop(STILL_SECONDS), calling(device.place) as caller:
             await caller.save(ALL)
             # For longer than closing may take.
-            frozen.enter_context(device.frozen(20.0))
+            await asyncio.to_thread(frozen.enter_context, device.frozen(20.0))
             await caller.put(range(100, 108))
     # A call that was left behind ends at the thaw, and then its files are closed.
     await until_async(lambda: descriptors() <= before)
@@ -95,10 +97,11 @@ async def test_a_store_is_opened_on_a_frozen_file_system_as_soon_as_it_thaws(
 ) -> None:
     async with calling(device.place) as caller:
         await caller.save(ALL)
-    async with running_loop(STILL_SECONDS):
-        with device.frozen(FROZEN_SECONDS):
+    with device.frozen(FROZEN_SECONDS):
+        async with running_loop(STILL_SECONDS):
             opening = asyncio.ensure_future(_served(device.place))
             await asyncio.sleep(FROZEN_SECONDS / 2)
+    async with running_loop(STILL_SECONDS):
         assert await opening == set(ALL)
 
 
