@@ -79,13 +79,17 @@ def test_tokens_are_those_without_offload_whatever_makes_requests_start_over(
     same = ["--model", model, "--engine", json.dumps(engine)]
     shutil.copytree(right(model), tmp_path, dirs_exist_ok=True)
     # Two workers that share two cores take many times as long, and copy late.
-    episodes, resets = ("4", "resets") if environment else ("8", "resets amid copies")
+    episodes = "4" if environment else "8"
     said = turmoil(tmp_path, [*same, "--episodes", episodes, "--seed", "5"], environment, 1)
     found = json.loads(next(line for line in said.splitlines() if line.startswith("{")))
     assert found["wrong"] == 0
     assert found["compared"] > 5 * found["completed"], "tokens; the rest comes after ties"
-    for what in ("preempted", "aborted while loading", resets, "sleeps"):
+    for what in ("preempted", "aborted while loading", "sleeps"):
         assert found.get(what, 0) > 0, f"never {what}: {found}"
+    resets = found.get("resets amid copies", 0)
+    if environment:
+        resets += found.get("resets", 0)
+    assert resets > 0, f"never reset: {found}"
     # Two workers leave the disk's writes so little of two cores that they may come too late.
     for medium in ("host",) if environment else ("host", "disk"):
         assert found["loaded"].get(medium, 0) > 0, f"nothing came from {medium}: {found}"
