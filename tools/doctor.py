@@ -233,7 +233,7 @@ def _lines(findings: list[Finding], waited: float | None) -> Iterator[str]:
 def _of_drive(told: Wear) -> str:
     """What a drive tells, and what to do about it."""
     daily = told.daily_bytes
-    if told.hours_left is None or daily is None or told.hours_left / 24 / 365 >= YEARS:
+    if told.years_left is None or daily is None or told.years_left >= YEARS:
         return str(told)
     budget = f'"admission": {{"name": "endurance", "bytes_per_day": "{format_size(daily)}"}}'
     return (

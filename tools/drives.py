@@ -61,6 +61,11 @@ class Wear:
         return self.hours * (1 - self.used) / self.used if self.used >= LEAST_USED else None
 
     @property
+    def years_left(self) -> float | None:
+        """The same in years."""
+        return None if self.hours_left is None else self.hours_left / 24 / 365
+
+    @property
     def daily_bytes(self) -> int | None:
         """How much may be written to it in a day, by all, for it to last `YEARS` years more.
 
@@ -77,10 +82,9 @@ class Wear:
         )
         if self.used >= 1:
             return f"{line}: replace it."
-        if self.hours_left is None:
+        if self.years_left is None:
             return f"{line}: too little to say how long it lasts."
-        years = self.hours_left / 24 / 365
-        return f"{line}; at that pace it lasts {years:.1f} years more."
+        return f"{line}; at that pace it lasts {self.years_left:.1f} years more."
 
 
 def drives_under(folder: Path) -> list[str]:

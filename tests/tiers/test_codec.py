@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 import kvstore
 from kvstore import assembly
 from kvstore.errors import ConfigError
-from kvstore.gate import Gate
+from kvstore.gate import FORMAT, Gate
 from kvstore.maintenance.bundle import export_bundle, import_bundle
 from kvstore.maintenance.survey import survey
 from kvstore.testing.bench import TierBench, key_of
@@ -257,7 +257,18 @@ def gate(tmp_path: Path) -> Path:
         (Gate("int8", "bfloat16", MODEL, {}, {"a": 1.0}), "a = None, at most 1.0"),
         (Gate("int8", "bfloat16", MODEL, {}, {"a": 1e17}), "a = None, at most 1e"),
         (Gate("int8", "bfloat16", MODEL, {"a": True}, {"a": 1.0}), "a figure is no number"),
-        (Gate("int8", "bfloat16", [], {}), "the identity is no table"),  # type: ignore[arg-type]
+        (
+            json.dumps(
+                {
+                    "format": FORMAT,
+                    "codec": "int8",
+                    "dtype": "bfloat16",
+                    "identity": [],
+                    "figures": {},
+                }
+            ),
+            "the identity is no table",
+        ),
     ],
 )
 async def test_without_a_gate_of_this_model_nothing_is_encoded(
