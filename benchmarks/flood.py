@@ -41,7 +41,7 @@ from benchmarks.eviction import FILES, POLICIES
 from benchmarks.traces import TRACES, Request, key_of, read_trace
 from kvstore.core import Flow
 from kvstore.plugins import Choice
-from kvstore.policies.tenants import Share, Shares, tenant_keys
+from kvstore.policies.shares import Share, Shares, tenant_keys
 from kvstore.simulation.replay import Server, Setup
 
 CHUNK = 256 * 1024

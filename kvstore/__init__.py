@@ -39,7 +39,7 @@ if TYPE_CHECKING:
         NamespaceMismatchError,
         PathUnusableError,
     )
-    from kvstore.policies.tenants import tenant_keys
+    from kvstore.policies.shares import tenant_keys
     from kvstore.types import Event
 
 __all__ = [
@@ -95,7 +95,7 @@ _HOMES = {
     "Windows": "kvstore.api.windows",
     "open": "kvstore.api.store",
     "open_sync": "kvstore.api.sync",
-    "tenant_keys": "kvstore.policies.tenants",
+    "tenant_keys": "kvstore.policies.shares",
 }
 
 

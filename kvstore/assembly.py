@@ -20,8 +20,8 @@ from kvstore.errors import ConfigError, KVStoreError
 from kvstore.gate import codec_of
 from kvstore.observe.recorder import Recorder
 from kvstore.plugins import TierPlace, build_filters, build_policy, create_tier, tail_bytes_of
+from kvstore.policies.shares import Places, Shares, tag_of
 from kvstore.policies.table import COMPILED
-from kvstore.policies.tenants import Shares, tag_of
 from kvstore.sizes import format_size
 from kvstore.tiers import Tier
 from kvstore.tiers.codec import Codec
@@ -264,7 +264,8 @@ def open_tiers(
     keys = key_ring(config) if config.tiers else None
     if keys is not None:
         parts.append(f"tiers are encrypted with keys of {keys.source}")
-    place = TierPlace(namespace.name, namespace.identity, chunk_bytes, keys)
+    partitions = None if config.tenants is None else Places(config.tenants)
+    place = TierPlace(namespace.name, namespace.identity, chunk_bytes, keys, partitions)
     # The file of the gate may be another one by now.
     told = None if config.disk_codec is None else namespace.identity["codec"]
     codec = None if told is None else Codec(told["dtype"])

@@ -33,7 +33,7 @@ from kvstore.config import Config, DiskConfig
 from kvstore.core.reports import Complaints
 from kvstore.errors import ConfigError
 from kvstore.observe.logs import warn_with
-from kvstore.policies.tenants import tag_of
+from kvstore.policies.shares import tag_of
 
 __all__ = ["KVStoreL2Adapter"]
 

@@ -27,7 +27,8 @@ from kvstore.policies import (
     policy_names,
 )
 from kvstore.policies.registry import Registry
-from kvstore.policies.tenants import Shares, TenantFilters, Tenants
+from kvstore.policies.shares import Shares
+from kvstore.policies.tenants import TenantFilters, Tenants
 from kvstore.sizes import parse_size
 from kvstore.tiers.base import Tier
 from kvstore.types import TierPlace
@@ -96,7 +97,7 @@ class Choice:
             raise wrong(f"must be a {kind}'s name, or a table of name and parameters")
         if not is_known(name):
             raise wrong(f"unknown {kind}")
-        return cls(name, tuple((key, _size(key, value)) for key, value in parameters.items()))
+        return cls(name, tuple(_sized(parameters).items()))
 
     @classmethod
     def parse(cls, text: str) -> Choice:
@@ -199,6 +200,10 @@ def _size(parameter: str, value: Any) -> Any:
     return parse_size(value) if "bytes" in parameter and isinstance(value, str) else value
 
 
+def _sized(parameters: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: _size(name, value) for name, value in parameters.items()}
+
+
 def _literal(text: str) -> Any:
     try:
         return ast.literal_eval({"true": "True", "false": "False"}.get(text, text))
@@ -237,7 +242,7 @@ def check_tier(name: object, parameters: Mapping[str, Any]) -> str:
     """
     if not isinstance(name, str) or name not in tier_names():
         raise ValueError(f"must be one of: {', '.join(tier_names())}")
-    _kinds.checked(name, dict(parameters))
+    _kinds.checked(name, _sized(parameters))
     return name
 
 
@@ -266,8 +271,9 @@ def create_tier(name: str, place: TierPlace, parameters: Mapping[str, Any]) -> T
         ValueError: as `check_tier`, for a value that the kind refuses, and where chunks are to be
             encrypted and the kind does not do that.
     """
-    make: Any = _kinds.checked(name, dict(parameters))
-    tier: Tier = make(place, **parameters)
+    given = _sized(parameters)
+    make: Any = _kinds.checked(name, given)
+    tier: Tier = make(place, **given)
     if place.keys is not None and not tier.encrypts:
         raise ValueError("it does not encrypt chunks: leave it out, or encryption_keys")
     return tier

@@ -12,7 +12,7 @@ import enum
 import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from kvstore.errors import BlockKeyError
 
@@ -28,6 +28,7 @@ __all__ = [
     "Flow",
     "Move",
     "Op",
+    "Partitions",
     "RecoveredTier",
     "TierPlace",
     "check_key",
@@ -226,12 +227,26 @@ class TierPlace:
         identity: what the namespace stands for: model, dtype, layout and so on.
         chunk_bytes: size of a chunk.
         keys: the keys with which chunks are encrypted before they leave this host, if they are.
+        partitions: of tenants, if there are tenants.
     """
 
     namespace: str
     identity: Mapping[str, Any]
     chunk_bytes: int
     keys: KeyRing | None = None
+    partitions: Partitions | None = None
+
+
+class Partitions(Protocol):
+    """How tenants share a tier."""
+
+    def of(self, key: bytes) -> int:
+        """Return the number of the key's partition."""
+        ...
+
+    def kept(self, counts: Mapping[int, int], capacity: int) -> list[int]:
+        """Return how many chunks each partition keeps of those that it has; `capacity` in all."""
+        ...
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,8 +1,6 @@
 """Tenants: a policy that gives each tenant a share of a tier, and a policy of its own.
 
-A key begins with the tag of its tenant (`tag_of`). Each tenant that is named in `Shares` has a
-partition; the others are spread over some more by their tags, as in stochastic fair queueing
-(P. E. McKenney, 1990, section 2): who floods one of these harms only those that have the same.
+Each tenant has a partition, its own or one with others: see `shares`.
 
 Room for a chunk is taken, in this order,
 
@@ -14,8 +12,6 @@ Room for a chunk is taken, in this order,
 So a tenant may fill what nobody else wants, and gives it back when they do. A partition never gives
 to one that would have more than it, by weight, nor below its guarantee to any other: rather than
 that, nothing is evicted. Only who has nothing gets one chunk in any case.
-
-This module is long because policies and filters of tenants share their partitions.
 """
 
 from __future__ import annotations
@@ -25,116 +21,21 @@ import sys
 import time
 from bisect import bisect_left
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
-from hashlib import blake2b
 from heapq import merge
 from itertools import groupby
 
 from kvstore.policies.admission import AdmissionFilter
 from kvstore.policies.base import EvictionPolicy, Protected, UntilLater
 from kvstore.policies.migration import Migration
+from kvstore.policies.shares import OTHERS, TAG_BYTES, Places, Share, Shares
 
-__all__ = [
-    "OTHERS",
-    "TAG_BYTES",
-    "Share",
-    "Shares",
-    "TenantFilters",
-    "TenantMigration",
-    "Tenants",
-    "tag_of",
-    "tenant_keys",
-]
-
-TAG_BYTES = 8
-"""Length of a tag: the first bytes of each key, where there are tenants."""
-
+__all__ = ["TenantFilters", "TenantMigration", "Tenants"]
 
 MOST_PLANS = 4
 """How often a search for chunks is planned anew because a partition had fewer than it seemed."""
 
 MOST_COUNTED = 64
 """Keys of which each is looked at, to find how many of them there is room for."""
-
-OTHERS = "others"
-"""What all tenants that have no name of their own in `Shares` are called in statistics."""
-
-
-def tenant_keys(tenant: str, keys: Iterable[bytes]) -> list[bytes]:
-    """Return the keys of a tenant: its tag, and then each of `keys`.
-
-    Chunks of one tenant are never found by the keys of another. Keys get `TAG_BYTES` longer.
-    """
-    tag = tag_of(tenant)
-    return [tag + key for key in keys]
-
-
-def tag_of(tenant: str) -> bytes:
-    """Return the tag of the tenant of this name."""
-    return blake2b(
-        tenant.encode(errors="surrogatepass"), digest_size=TAG_BYTES, person=b"kvstore tenant"
-    ).digest()
-
-
-@dataclass(frozen=True, slots=True)
-class Share:
-    """What a tenant may have of each tier.
-
-    Attributes:
-        guaranteed: part of the capacity that others do not take from it.
-        maximal: part of the capacity beyond which it has nothing for long.
-        weight: how much of the rest it gets, compared with others that want it.
-    """
-
-    guaranteed: float = 0.0
-    maximal: float = 1.0
-    weight: float = 1.0
-
-
-@dataclass(frozen=True, slots=True)
-class Shares:
-    """The shares of all tenants.
-
-    Attributes:
-        named: those of the tenants that are named.
-        others: that of all others together.
-        partitions: over how many partitions the others are spread.
-        idle_s: seconds without a use after which a partition keeps only its guarantee.
-    """
-
-    named: Mapping[str, Share] = field(default_factory=dict)
-    others: Share = Share()
-    partitions: int = 8
-    idle_s: float = 600.0
-
-
-class _Places:
-    """Which partition each key belongs to: those of named tenants come first.
-
-    Attributes:
-        shares: for each partition its share, and among how many it is divided.
-    """
-
-    def __init__(self, shares: Shares) -> None:
-        named = list(shares.named.values())
-        self.shares = [(share, 1) for share in named]
-        self.shares += [(shares.others, shares.partitions)] * shares.partitions
-        self.names = {tag_of(name): name for name in shares.named}
-        self._of = {tag: place for place, tag in enumerate(self.names)}
-        self._others, self._first = shares.partitions, len(named)
-        self._weights = sum(share.weight for share in (*named, shares.others))
-
-    def of(self, key: bytes) -> int:
-        """Return the number of the key's partition."""
-        tag = key[:TAG_BYTES]
-        place = self._of.get(tag)
-        return self._first + sum(key[:1]) % self._others if place is None else place
-
-    def expected(self, place: int, capacity: int) -> int:
-        """Return how many chunks a partition has where all others want as many as they can get."""
-        share, parts = self.shares[place]
-        part = max(share.guaranteed, share.weight / self._weights)
-        return max(1, round(part * capacity / parts))
 
 
 class _Partition:
@@ -178,7 +79,7 @@ class Tenants(EvictionPolicy):
         super().__init__(capacity)
         self.clock = clock
         self.idle_s = shares.idle_s
-        self.places = _Places(shares)
+        self.places = Places(shares)
         self.partitions = [
             _Partition(make(self.places.expected(place, capacity)), *share, capacity)
             for place, share in enumerate(self.places.shares)
@@ -495,7 +396,7 @@ class TenantFilters(AdmissionFilter):
         shares: Shares,
     ) -> None:
         super().__init__(capacity, chunk_bytes)
-        self.places = _Places(shares)
+        self.places = Places(shares)
         places = range(len(self.places.shares))
         self.partitions = [make(self.places.expected(place, capacity)) for place in places]
 

@@ -25,7 +25,7 @@ from kvstore.config import values as check
 from kvstore.errors import NOT_PARSED, ConfigError
 from kvstore.plugins import Choice, check_tier, is_store
 from kvstore.policies.parameters import shown
-from kvstore.policies.tenants import Shares
+from kvstore.policies.shares import Shares
 from kvstore.types import Flow
 
 __all__ = ["Config", "DiskConfig", "TierConfig", "read_environment", "read_toml"]

@@ -17,7 +17,7 @@ from typing import Any
 from kvstore.errors import ConfigError
 from kvstore.plugins import Choice, check_filters, check_policy
 from kvstore.policies.parameters import shown
-from kvstore.policies.tenants import Share, Shares
+from kvstore.policies.shares import Share, Shares
 from kvstore.sizes import parse_size
 from kvstore.types import Flow
 

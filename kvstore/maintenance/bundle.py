@@ -25,7 +25,7 @@ from kvstore.config import Config, DiskConfig
 from kvstore.errors import MALFORMED, ForeignFileError, KVStoreError, PathUnusableError
 from kvstore.maintenance.payloads import Proof, read_payload, sealer_of
 from kvstore.maintenance.survey import Fault, NamespaceSurvey, survey
-from kvstore.policies.tenants import Shares
+from kvstore.policies.shares import Shares
 from kvstore.tiers.disk.epoch import read_epoch
 from kvstore.tiers.disk.format import Geometry
 from kvstore.tiers.disk.index import read_index

@@ -22,7 +22,7 @@ from kvstore.errors import (
 )
 from kvstore.maintenance.compaction import Compaction, compact_lane
 from kvstore.maintenance.survey import LaneSurvey, NamespaceSurvey, check_folder, survey
-from kvstore.policies.tenants import tag_of
+from kvstore.policies.shares import tag_of
 from kvstore.tiers.disk.fault import Fault
 from kvstore.tiers.disk.format import RECORD_BYTES
 from kvstore.tiers.disk.index import read_index

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from xxhash import xxh3_128
 
-from kvstore.policies.tenants import tag_of
+from kvstore.policies.shares import tag_of
 from kvstore.tiers.keys import KeyRing
 from kvstore.tiers.sealing import SEAL_BYTES, Sealer
 

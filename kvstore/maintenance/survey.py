@@ -17,7 +17,7 @@ from typing import Any
 
 from kvstore.errors import ForeignFileError, KVStoreError, PathUnusableError
 from kvstore.maintenance.payloads import Proof, payload_fault, sealer_of
-from kvstore.policies.tenants import OTHERS, TAG_BYTES, tag_of
+from kvstore.policies.shares import OTHERS, TAG_BYTES, tag_of
 from kvstore.tiers.disk.epoch import EPOCH_NAME, lost_epoch, read_epoch
 from kvstore.tiers.disk.fault import Fault
 from kvstore.tiers.disk.index import read_index

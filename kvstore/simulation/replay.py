@@ -19,7 +19,7 @@ from kvstore.core import UNBOUNDED, AskedTier, Core, Flow, HostPool, OwnedTier
 from kvstore.core.hints import Hints
 from kvstore.core.residency.base import TierView
 from kvstore.plugins import Choice, build_filters, build_policy
-from kvstore.policies.tenants import Shares
+from kvstore.policies.shares import Shares
 from kvstore.simulation.returns import announced
 from kvstore.simulation.trace import Trace
 from kvstore.types import Completion, Move, RecoveredTier

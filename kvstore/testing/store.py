@@ -313,7 +313,7 @@ class StoreContract(Benches, ABC):
         ):
             return
         # This waits for the sweep that `clear` has begun.
-        await bench.tier._loop.run(bench.tier._sweep())
+        await bench.tier.sweep()
         left = set(self.values())
         assert shared < left
         assert len(theirs & left) == 2

@@ -38,7 +38,7 @@ from vllm.v1.kv_offload.factory import OffloadingSpecFactory
 
 from kvstore.connector.queued import GroupSizes, QueuedKeys
 from kvstore.errors import ConfigError
-from kvstore.policies.tenants import tenant_keys
+from kvstore.policies.shares import tenant_keys
 from kvstore.types import about
 from kvstore.vllm.checks import check_prefix_caching
 from kvstore.vllm.engine import (

@@ -24,7 +24,7 @@ from vllm.v1.kv_offload.base import (
 
 from kvstore.connector.queued import GroupSizes, QueuedKeys
 from kvstore.core.hints import PARAMS_KEY
-from kvstore.policies.tenants import TAG_BYTES, tag_of
+from kvstore.policies.shares import TAG_BYTES, tag_of
 from kvstore.vllm.layout import EngineShape
 from kvstore.vllm.lora import LoRAOffloadingManager
 from kvstore.vllm.manager import GROUP_BYTES, KVStoreOffloadingManager

@@ -27,7 +27,8 @@ from kvstore.core.residency.remote_answers import Answers, Patience
 from kvstore.core.wait_queue import FORGET_AFTER
 from kvstore.policies import EvictionPolicy, Protected, create_policy
 from kvstore.policies.lru import LRU
-from kvstore.policies.tenants import Share, Shares, Tenants
+from kvstore.policies.shares import Share, Shares
+from kvstore.policies.tenants import Tenants
 from kvstore.types import NO_MOVE, Changes, Completion, Move, Op, RecoveredTier
 
 __all__ = [

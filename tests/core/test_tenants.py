@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from kvstore.core import HostPool
 from kvstore.policies.lru import LRU
-from kvstore.policies.tenants import Share, Shares, Tenants, tenant_keys
+from kvstore.policies.shares import Share, Shares, tenant_keys
+from kvstore.policies.tenants import Tenants
 from kvstore.types import Op
 from tests.core.rig import Rig, chain
 

@@ -67,8 +67,9 @@ NEAR = {
     "kvstore/maintenance/": {"": "upkeep gc"},
     "tiers/remote/": {
         "gate": "gate",
-        "directory": "directory faults/shared_directory",
+        "directory": "directory sweeper faults/shared_directory",
         "slices": "gate mooncake",
+        "sweeper": "sweeper object",
         "": "gate directory object given_up",
     },
     "kvstore/connector/": {

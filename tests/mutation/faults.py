@@ -840,18 +840,41 @@ FAULTS = (
             "while left := [task for task in running if task.done() is None]:",
         ),
         (
-            "a sweep removes values of others that are in use",
-            "if since < before or epoch_of(n) in left]",
-            "if since or epoch_of(n) in left]",
-        ),
-        (
             "one call after another waits for a store that hangs",
             "                gate.fail(reason)\n",
             "",
         ),
     ),
     *_in(
+        "tiers/remote/sweeper.py",
+        (
+            "a sweep removes values of others that are in use",
+            "(since < before or epoch in left)",
+            "(since or epoch in left)",
+        ),
+        (
+            "the newest values leave a store that is full",
+            "for partition, age in sorted(self._counts):",
+            "for partition, age in sorted(self._counts, reverse=True):",
+        ),
+        (
+            "a store that is full takes no account of tenants",
+            "return 0 if self._partitions is None else self._partitions.of(key)",
+            "return 0",
+        ),
+        (
+            "a store is never swept because it was written to",
+            "            self._due.set()\n",
+            "            self._due.clear()\n",
+        ),
+    ),
+    *_in(
         "tiers/remote/directory.py",
+        (
+            "a value that is read is as old as before",
+            "                            os.utime(fd)\n",
+            "                            os.fstat(fd)\n",
+        ),
         (
             "a value in a shared folder can be seen half-written",
             'temporary = f"{within}/.{secrets.token_hex(8)}"',

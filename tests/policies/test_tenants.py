@@ -14,7 +14,8 @@ from kvstore.policies import HELD, LATER, EvictionPolicy, Protected
 from kvstore.policies.hitdensity import HitDensity
 from kvstore.policies.lru import LRU
 from kvstore.policies.migration import dismantle
-from kvstore.policies.tenants import Share, Shares, Tenants, _Partition, tag_of, tenant_keys
+from kvstore.policies.shares import Share, Shares, tag_of, tenant_keys
+from kvstore.policies.tenants import Tenants, _Partition
 from kvstore.testing.policy import PolicyContract
 
 

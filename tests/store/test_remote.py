@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,8 +15,9 @@ import kvstore
 from kvstore.api.store import Store
 from kvstore.config import Config
 from kvstore.errors import ConfigError
-from tests.patience import PATIENCE
-from tests.store.support import keys_of, payloads, small
+from kvstore.tiers.remote.record import RECORD_BYTES
+from tests.patience import PATIENCE, until_async
+from tests.store.support import CHUNK, keys_of, payloads, small
 from tests.tiers.remote.servers import RedisServer, redis_server
 
 pytestmark = pytest.mark.asyncio
@@ -34,6 +36,11 @@ def host(folder: Path, server: RedisServer, *, disk: int = 0, **more: Any) -> di
     config = small(folder, disk=disk)
     store = {"type": "redis", "url": server.url, "timeout_s": 0.5}
     return {**config, "tiers": [*config["tiers"], store], **more}
+
+
+def values(folder: Path) -> list[str]:
+    """The names of the values in a shared directory."""
+    return [name for _, _, names in os.walk(folder) for name in names if len(name) > 40]
 
 
 async def saved(store: Store) -> None:
@@ -66,6 +73,27 @@ async def test_a_directory_that_hosts_share_does_as_well(tmp_path: Path) -> None
         assert await other.resolve(KEYS) == 4
         async with other.get(KEYS) as chunks:
             assert [bytes(chunk) for chunk in chunks] == payloads(KEYS[:4])
+
+
+async def test_a_share_of_a_capacity_keeps_to_each_tenant_what_is_guaranteed(
+    tmp_path: Path,
+) -> None:
+    shared = {"type": "object", "url": (tmp_path / "shared").as_uri(), "capacity_bytes": "512KiB"}
+    tenants = {"alice": {"guaranteed": 0.5}}
+    config = {**small(tmp_path / "one", rows=32), "tenants": tenants, "tiers": [shared]}
+    hers = kvstore.tenant_keys("alice", keys_of("hers", 12))
+    async with kvstore.open(config) as one:
+        assert await one.put(hers, payloads(hers)) == len(hers)
+        await saved(one)
+        async with kvstore.open(config) as other:
+            for number in range(40):
+                his = kvstore.tenant_keys("bob", keys_of(f"flood {number}", 8))
+                await other.put(his, payloads(his))
+                await saved(other)
+            capacity = 512 * 1024 // (CHUNK + RECORD_BYTES)
+            await until_async(lambda: len(values(tmp_path / "shared")) <= capacity)
+    async with kvstore.open(config) as third:
+        assert await third.resolve(hers) == len(hers)
 
 
 @pytest.mark.parametrize("url", ["", "ftp://host", "s3://key:secret@bucket"])

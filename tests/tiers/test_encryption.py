@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kvstore.policies.tenants import tag_of, tenant_keys
+from kvstore.policies.shares import tag_of, tenant_keys
 from kvstore.testing.bench import TierBench, key_of, payload_of
 from kvstore.tiers.disk.extents import Extent, Writing
 from kvstore.tiers.disk.format import RECORD, RECORD_BYTES, checksummed

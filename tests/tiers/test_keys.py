@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from kvstore.errors import ConfigError
-from kvstore.policies.tenants import tag_of, tenant_keys
+from kvstore.policies.shares import tag_of, tenant_keys
 from kvstore.tiers.keys import KeyRing, id_of, parse_keys, read_keys, write_keys
 from tests.patience import PATIENCE, until
 

@@ -32,8 +32,6 @@ def attempt(
     seed: int, acts: int, without: Collection[str] = ()
 ) -> tuple[World, BrokenError | None]:
     """Run one seed; returns its world, and what was broken."""
-    # Collections look at what belongs to worlds alone.
-    gc.freeze()
     world = World(seed, without)
     try:
         world.run(acts)
@@ -94,6 +92,8 @@ def main() -> int:
     if options.dry:
         options.acts, options.seeds, options.passed = 30, 2, Path(os.devnull)
     logging.getLogger("asyncio").setLevel(logging.CRITICAL)
+    # Collections look at what belongs to worlds alone.
+    gc.freeze()
     if options.seed is not None:
         world, broken = attempt(options.seed, options.acts, options.without)
         if broken is None:

@@ -21,6 +21,7 @@ class ShareServer:
     Attributes:
         values: by name, what was put and when.
         rotted: names of values that were damaged since they were put.
+        stored: how many new values were put.
         away: no call is answered: each fails at once.
         frozen: calls are accepted and not answered.
         lost: chance that a call fails, before or after it was obeyed.
@@ -32,6 +33,7 @@ class ShareServer:
         self.rng = rng
         self.values: dict[str, tuple[bytes, float]] = {}
         self.rotted: set[str] = set()
+        self.stored = 0
         self.away = self.frozen = False
         self.lost = self.delay = self.later = 0.0
 
@@ -85,6 +87,7 @@ class ShareClient:
         for name, record, first, payload in zip(names, records, firsts, payloads, strict=True):
             if replace or name not in values:
                 whole = record + first + bytes(payload[len(first) :])
+                self._server.stored += name not in values
                 values[name] = (whole, time.time())
                 self._server.rotted.discard(name)
         await self._answer()
@@ -163,20 +166,31 @@ class ShareTier(StoreTier):
 
     name = "simulated"
 
-    def __init__(self, place: TierPlace, *, url: str = "share", timeout_s: float = 5.0) -> None:
-        super().__init__(place, timeout_s=timeout_s)
-        self._server = SERVERS[url]
+    def __init__(
+        self,
+        place: TierPlace,
+        *,
+        url: str = "share",
+        timeout_s: float = 5.0,
+        capacity_bytes: int = 0,
+    ) -> None:
+        super().__init__(place, timeout_s=timeout_s, capacity_bytes=capacity_bytes)
+        self.server = SERVERS[url]
         self._url = url
         self._asker: ShareClient | None = None
 
     def connect(self) -> StoreClient:
-        self._asker = ShareClient(self._server)
+        self._asker = ShareClient(self.server)
         return self._asker
+
+    def held(self) -> int:
+        """How many values the server has of this model."""
+        return sum(name.startswith(f"{self._place}/") for name in self.server.values)
 
     def damaged(self, keys: Sequence[bytes]) -> set[bytes]:
         """Those of `keys` whose values are damaged."""
         names = zip(self._names(keys), keys, strict=True)
-        return {key for name, key in names if name in self._server.rotted}
+        return {key for name, key in names if name in self.server.rotted}
 
     def met(self, key: bytes) -> bool:
         """Whether it has read the key's value when that was damaged."""

@@ -29,12 +29,14 @@ from kvstore.gate import Gate
 from kvstore.maintenance.bundle import export_bundle, import_bundle
 from kvstore.maintenance.offline import compact, purge
 from kvstore.maintenance.survey import Progress, survey, verify
-from kvstore.policies.tenants import tenant_keys
+from kvstore.policies.shares import tenant_keys
 from kvstore.tiers import Tier
 from kvstore.tiers.codec import CODECS, DTYPES, GROUP_BYTES, Codec
 from kvstore.tiers.disk.tier import DiskTier
 from kvstore.tiers.disk.volume import Volume
 from kvstore.tiers.pinned import PinnedRegion
+from kvstore.tiers.remote.record import RECORD_BYTES
+from kvstore.tiers.remote.sweeper import PARTS
 from kvstore.tools.upkeep import run_gc
 from kvstore.types import Completion, Move, Op
 from tests.world.files import PAGE, Damage, Files
@@ -200,8 +202,12 @@ class World:
             self.codec = Codec(aside.choice(DTYPES))
             # A file that is there; what is in it, `read_gate` tells.
             self.config["disk_codec"] = __file__
+        self.bound = 0
+        """Chunks that the store of a model may hold; 0 if there is no limit."""
         if self.server is not None:
             SERVERS["share"] = self.server
+            if shape.get("bound", aside.random() < 0.5):
+                self.bound = aside.randrange(PARTS, 3 * PARTS)
         self.enemy: Enemy
         self.schedulers = rng.choice([0.0, 0.3, 1.0])
         """How many of the servers are driven as vLLM drives them."""
@@ -299,7 +305,8 @@ class World:
             most = self.capacity // self.segment_bytes
             tiers[0]["capacity_bytes"] = self.segment_bytes * self.rng.randrange(1, most + 1)
         if self.server is not None:
-            tiers.append({"type": "simulated", "url": "share"})
+            capacity = self.bound * (CHUNK + RECORD_BYTES)
+            tiers.append({"type": "simulated", "url": "share", "capacity_bytes": capacity})
         identity = {"model": "sim", "generation": self.generation}
         return {**self.config, "identity": identity, "tiers": tiers}
 
@@ -800,6 +807,8 @@ class Server:
         world, tier = self.world, self.store._assembly.tiers[-1]
         if not isinstance(tier, ShareTier):
             return
+        if world.bound:
+            await self._check_share(tier)
         every = [key for prompt in range(world.prompts) for key in world.keys(prompt)]
         damaged = [key for key in tier.damaged(every) if self.store.contains([key]) == [False]]
         if not damaged or world.troubled:
@@ -821,6 +830,21 @@ class Server:
             and not self.stopping
         ):
             raise BrokenError(f"the value of {key!r} was found damaged, put, and is damaged still")
+
+    async def _check_share(self, tier: ShareTier) -> None:
+        """A store that was swept has no more than it may, and what came since."""
+        world, server = self.world, tier.server
+        before, stored = world.happened("net", "relieve", "freeze"), server.stored
+        well = not (server.present or server.delay)
+        await tier.sweep()
+        since, there = server.stored - stored, tier.held()
+        world.tell(f"the store was swept: {there} chunks")
+        if (
+            well
+            and before == world.happened("net", "relieve", "freeze")
+            and there > world.bound - world.bound // PARTS + since
+        ):
+            raise BrokenError(f"a store of {world.bound} chunks has {there}, {since} of them new")
 
     def _refused(self) -> int:
         """Chunks that the last tier did not take, as it rests for a while after it has failed."""

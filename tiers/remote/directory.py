@@ -32,8 +32,11 @@ _T = TypeVar("_T")
 THREADS = 8
 """Files that one call reads or writes at once."""
 
-HALF_SECONDS = 3600.0
-"""Age from which a file with a temporary name is a leftover."""
+OLD_SECONDS = 3600.0
+"""Age from which a file with a temporary name, or an empty folder, is a leftover."""
+
+READ_SECONDS = 600.0
+"""So exactly is it known when a value was last read."""
 
 WAVE = 32 * THREADS
 """Most values whose existence is checked at once."""
@@ -44,10 +47,14 @@ class DirectoryClient:
 
     If another file system is mounted than before, or a folder is not trusted, nothing is done. A
     file that is not trusted counts as an invalid value.
+
+    Args:
+        ages: whether a value that is read counts as new, for those who remove the oldest.
     """
 
-    def __init__(self, mount: Mount) -> None:
+    def __init__(self, mount: Mount, *, ages: bool = False) -> None:
         self._mount = mount
+        self._ages = ages
         self._looking: asyncio.Future[None] | None = None
 
     async def exists(self, names: Sequence[str]) -> list[bool]:
@@ -217,7 +224,11 @@ class DirectoryClient:
             with open(fd, "rb", buffering=0) as file:
                 fault = self._mount.trust.file_fault(fd, written=False)
                 if fault is None:
-                    value = file.read(size) if os.fstat(fd).st_size == size else b""
+                    there = os.fstat(fd)
+                    if self._ages and abs(time.time() - there.st_mtime) > READ_SECONDS:
+                        with contextlib.suppress(OSError):
+                            os.utime(fd)
+                    value = file.read(size) if there.st_size == size else b""
                     while 0 < len(value) < size and (more := file.read(size - len(value))):
                         value += more
                     return value if len(value) == size else b""
@@ -258,11 +269,15 @@ def _listed(below: str, within: str, folder: int) -> list[tuple[str, float]]:
     found = []
     try:
         for key in os.listdir(values):
-            since = os.stat(key, dir_fd=values, follow_symlinks=False).st_mtime
+            try:
+                since = os.stat(key, dir_fd=values, follow_symlinks=False).st_mtime
+            except FileNotFoundError:
+                continue  # It was removed meanwhile, or has its name by now.
             if not key.startswith("."):
                 found.append((f"{below}/{key}", since))
-            elif since < time.time() - HALF_SECONDS:
-                os.unlink(key, dir_fd=values)
+            elif since < time.time() - OLD_SECONDS:
+                with contextlib.suppress(FileNotFoundError):
+                    os.unlink(key, dir_fd=values)
     finally:
         os.close(values)
     if not found:
@@ -271,9 +286,11 @@ def _listed(below: str, within: str, folder: int) -> list[tuple[str, float]]:
 
 
 def _remove_folder(name: str, folder: int) -> list[None]:
+    """Remove a folder in which nothing was written lately: others may be about to."""
     # Fails if the folder is not empty.
     with contextlib.suppress(OSError):
-        os.rmdir(name, dir_fd=folder)
+        if os.stat(name, dir_fd=folder, follow_symlinks=False).st_mtime < time.time() - OLD_SECONDS:
+            os.rmdir(name, dir_fd=folder)
     return []
 
 

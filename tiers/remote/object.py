@@ -51,8 +51,6 @@ RANGE_BYTES = 4 * 2**20
 class ObjectTier(StoreTier):
     """A bucket, a container or a directory, shared by all processes that name it.
 
-    kvstore does not limit its size: set a lifecycle rule that expires objects.
-
     Args:
         url: `s3://bucket/prefix`, `gs://bucket/prefix`, `az://container/prefix` or
             `file:///directory`. Azure's account and all credentials come from the environment, or
@@ -60,6 +58,9 @@ class ObjectTier(StoreTier):
         endpoint: URL of another service than the scheme's own, such as `http://minio:9000`.
         region: region of the bucket.
         timeout_s: seconds after which a call has failed.
+        capacity_bytes: most bytes of chunks there, of this model. The oldest are removed first: in
+            a bucket by when they were stored, in a directory by when they were last read. By
+            default nothing is removed.
         strict_modes: for a directory, whether to refuse folders and files that users other than
             this process's user and root own or may write to.
 
@@ -78,6 +79,7 @@ class ObjectTier(StoreTier):
         endpoint: str = "",
         region: str = "",
         timeout_s: float = 5.0,
+        capacity_bytes: int = 0,
         strict_modes: bool = True,
     ) -> None:
         # An invalid URL is not shown, because it may hold a password.
@@ -101,7 +103,7 @@ class ObjectTier(StoreTier):
         if parts.scheme != "file" and obstore is None:
             raise ValueError("needs the package obstore: pip install 'kvstore-offload[object]'")
         self._url = url
-        super().__init__(place, timeout_s=timeout_s)
+        super().__init__(place, timeout_s=timeout_s, capacity_bytes=capacity_bytes)
         options = {"endpoint": endpoint, "region": region}
         self._options: dict[str, Any] = {key: value for key, value in options.items() if value}
         if parts.scheme == "s3":
@@ -110,7 +112,8 @@ class ObjectTier(StoreTier):
         # Created now, so that an unusable URL or environment is reported at once.
         self._client_of: Callable[[], StoreClient]
         if parts.scheme == "file":
-            self._client_of = partial(DirectoryClient, self._mounted(place, Trust(strict_modes)))
+            mount = self._mounted(place, Trust(strict_modes))
+            self._client_of = partial(DirectoryClient, mount, ages=capacity_bytes > 0)
         else:
             self._client_of = partial(_Client, self._made())
 

@@ -8,7 +8,7 @@ A process begins in epoch 0 and shares what it stores with every process of the 
 its tier is cleared, it moves to an epoch of its own: others keep using what was stored before, and
 never see what it stores from then on. If it is cleared again, the epoch that it leaves is removed,
 provided the client can list it. If the process was killed, each value is removed a week after it
-was stored.
+was stored. See `sweeper`.
 """
 
 from __future__ import annotations
@@ -22,25 +22,17 @@ import time
 from abc import abstractmethod
 from collections import deque
 from collections.abc import Callable, Coroutine, Iterable, Sequence
-from functools import partial
 from typing import Any, TypeVar
 
 from kvstore.tiers.base import Tier, Transfer, error_of
 from kvstore.tiers.disk.digest import digest
 from kvstore.tiers.disk.namespace import Namespace
 from kvstore.tiers.pinned import PinnedRegion
-from kvstore.tiers.remote.client import (
-    PRIVATE_SECONDS,
-    SHARED_EPOCH,
-    ListingClient,
-    StoreClient,
-    StoreError,
-    Unread,
-    epoch_of,
-)
+from kvstore.tiers.remote.client import SHARED_EPOCH, StoreClient, StoreError, Unread
 from kvstore.tiers.remote.gate import Gate
 from kvstore.tiers.remote.loop import ClientLoop
-from kvstore.tiers.remote.record import decode, encode, seed_of
+from kvstore.tiers.remote.record import RECORD_BYTES, decode, encode, seed_of
+from kvstore.tiers.remote.sweeper import MOST_REMOVED, PARTS, Sweeper
 from kvstore.tiers.sealing import SEAL_BYTES, Sealer
 from kvstore.types import RecoveredTier, TierPlace
 
@@ -62,20 +54,11 @@ DIGEST_LETTERS = 32
 MOST_CHUNKS = 1024
 """Most chunks of a call that moves them."""
 
-MOST_REMOVED = 256
-"""Most chunks of a call that removes them."""
-
 QUESTIONS_AT_ONCE = 4
 """Most questions, and calls that remove values, under way at once."""
 
 MOST_BAD = 2**14
 """Most keys that are remembered for their invalid values; the oldest are forgotten first."""
-
-SWEEP_SECONDS = 3600.0
-"""Seconds before the first search for unused values, and between searches."""
-
-SWEEP_PAUSE = 1.0
-"""Seconds between calls that remove up to `MOST_REMOVED` unused values."""
 
 BAD_LASTS = 600.0
 """Seconds for which a key with an invalid value counts as missing. Others may replace the value."""
@@ -95,6 +78,8 @@ class StoreTier(Tier):
     Args:
         place: namespace, identity and chunk size, and the keys with which chunks are encrypted.
         timeout_s: seconds after which a call to the store has failed.
+        capacity_bytes: most bytes of chunks in the store, of this model, beyond which the oldest
+            are removed; 0 if that is the store's own affair.
     """
 
     is_store = True
@@ -110,9 +95,12 @@ class StoreTier(Tier):
     moves_have_deadlines = True
     """Whether calls that move payloads fail after `timeout_s`."""
 
-    def __init__(self, place: TierPlace, *, timeout_s: float) -> None:
+    def __init__(self, place: TierPlace, *, timeout_s: float, capacity_bytes: int = 0) -> None:
         if not 0 < timeout_s < math.inf:
             raise ValueError(f"timeout_s = {timeout_s}: must be above 0 and finite")
+        capacity = capacity_bytes // (place.chunk_bytes + RECORD_BYTES)
+        if capacity_bytes and capacity < PARTS:
+            raise ValueError(f"capacity_bytes = {capacity_bytes}: {PARTS} chunks must fit")
         # An operator may choose the namespace's name, so the identity is always included.
         digest = Namespace(place.namespace, place.identity).digest
         self._place = f"{place.namespace}/{digest[:DIGEST_LETTERS]}"
@@ -125,9 +113,9 @@ class StoreTier(Tier):
         self._reading, self._writing = (Gate(self.calls_at_once, room) for _ in range(2))
         self._asking = Gate(QUESTIONS_AT_ONCE, 0)
         self._orders = itertools.count()
-        self._sweeping = asyncio.Lock()
-        # Epochs of its own that this process has left.
-        self._left: set[str] = set()
+        self._sweeper = Sweeper(
+            self._place, capacity or None, place.partitions, self._reached, self._remove
+        )
         self._begin_epoch(SHARED_EPOCH)
 
     @abstractmethod
@@ -145,7 +133,7 @@ class StoreTier(Tier):
         """Start the client's loop. The store need not be reachable yet."""
         self._region = region
         self._loop = ClientLoop(f"kvstore-{self.address}", self._close)
-        self._loop.begin(self._sweep_often)
+        self._loop.begin(self._sweeper.run)
         return RecoveredTier(self.address, "remote", [], 1, [], 0)
 
     @property
@@ -188,21 +176,28 @@ class StoreTier(Tier):
         # Random, so that two processes never choose the same epoch.
         self._begin_epoch(secrets.token_hex(8))
         if left != SHARED_EPOCH:
-            self._left.add(left)
-            self._loop.begin(self._sweep)
+            self._sweeper.left.add(left)
+            self._loop.begin(self._sweeper.sweep)
         return []
 
     async def erase(self, keys: Sequence[bytes]) -> str | None:
         async def remove() -> None:
             for start in range(0, len(keys), MOST_REMOVED):
-                names = self._names(keys[start : start + MOST_REMOVED])
-                await self._answer(partial(_remove, names))
+                await self._remove(self._names(keys[start : start + MOST_REMOVED]))
 
         try:
             await self._loop.run(remove())
         except StoreError as fault:
             return str(fault)
         return None
+
+    async def sweep(self) -> None:
+        """Sweep the store now: see `Sweeper`. It is swept by itself, too.
+
+        Raises:
+            StoreError: if the tier is closed.
+        """
+        await self._loop.run(self._sweeper.sweep())
 
     async def close(self, coldest_first: Sequence[tuple[bytes, int]]) -> None:
         with contextlib.suppress(StoreError):
@@ -309,6 +304,7 @@ class StoreTier(Tier):
         for key, error in zip(keys, errors, strict=True):
             if error is None and replaced:
                 self._bad.pop(key, None)
+        self._sweeper.stored(errors.count(None))
         return errors
 
     async def _put(
@@ -373,29 +369,14 @@ class StoreTier(Tier):
     def _names(self, keys: Sequence[bytes]) -> list[str]:
         return [f"{self._prefix}{key.hex()}" for key in keys]
 
-    async def _sweep_often(self) -> None:
-        while True:
-            await asyncio.sleep(SWEEP_SECONDS)
-            await self._sweep()
+    async def _remove(self, names: Sequence[str]) -> None:
+        async def remove(client: StoreClient) -> None:
+            await client.remove(names)
 
-    async def _sweep(self) -> None:
-        """Remove the values of unused epochs, if the client can list them."""
-        async with self._sweeping:
-            client, left = self._reached(), set(self._left)
-            if not isinstance(client, ListingClient):
-                return
-            before = time.time() - PRIVATE_SECONDS
-            # Values that cannot be removed now are found by the next sweep.
-            with contextlib.suppress(StoreError):
-                async for found in client.listed(self._place, {SHARED_EPOCH, self._epoch}):
-                    stale = [n for n, since in found if since < before or epoch_of(n) in left]
-                    for start in range(0, len(stale), MOST_REMOVED):
-                        await self._answer(partial(_remove, stale[start : start + MOST_REMOVED]))
-                        await asyncio.sleep(SWEEP_PAUSE)
-                self._left -= left
+        await self._answer(remove)
 
     def _begin_epoch(self, epoch: str) -> None:
-        self._epoch = epoch
+        self._epoch = self._sweeper.epoch = epoch
         self._prefix = f"{self._place}/{epoch}/"
         self._seed = seed_of(self._prefix)
         self._sealer = None if self._keys is None else Sealer(self._keys, self._prefix)
@@ -434,7 +415,3 @@ async def _two_at_once(
         for task in running:
             # Mark their exceptions as retrieved.
             task.cancelled() or task.exception()
-
-
-async def _remove(names: Sequence[str], client: StoreClient) -> None:
-    await client.remove(names)

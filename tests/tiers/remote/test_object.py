@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import threading
 from collections.abc import Iterator, Mapping, Sequence
@@ -32,6 +33,7 @@ from kvstore.tiers.remote.client import StoreError  # noqa: E402
 from kvstore.tiers.remote.directory import DirectoryClient  # noqa: E402
 from kvstore.tiers.remote.mount import MARK, Mount  # noqa: E402
 from kvstore.tiers.remote.object import CONNECTIONS, RANGE_BYTES, ObjectTier  # noqa: E402
+from kvstore.tiers.remote.record import RECORD_BYTES  # noqa: E402
 
 PLACE = TierPlace("place", {"model": "tiny"}, 8000)
 
@@ -307,6 +309,22 @@ async def test_of_a_prompt_that_nobody_has_stored_only_the_first_values_are_aske
 
 
 @pytest.mark.asyncio
+async def test_the_oldest_leave_a_bucket_that_holds_too_much(gateway: CephGateway, s3: Any) -> None:
+    capacity = 32 * (8000 + RECORD_BYTES)
+    tier = ObjectTier(PLACE, url=gateway.url, endpoint=gateway.endpoint, capacity_bytes=capacity)
+    bench = TierBench(tier, 16, 8192, 8000)
+    keys = [key_of(number) for number in range(36)]
+    for first in range(0, 36, 12):
+        assert (await bench.store(keys[first : first + 12], [0] * 12)).ok == [True] * 12
+        # Its times are of whole seconds.
+        await asyncio.sleep(1.1)
+    await tier.sweep()
+    found = [await bench.fetch(keys[first : first + 12], [0] * 12) for first in range(0, 36, 12)]
+    assert [sum(each) for each in found] == [6, 12, 12]
+    await bench.close()
+
+
+@pytest.mark.asyncio
 @pytest.mark.parametrize("kind", ["s3", "directory"])
 async def test_what_a_process_that_was_killed_had_for_itself_is_removed_after_a_week(
     kind: str, tmp_path: Path, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
@@ -327,10 +345,10 @@ async def test_what_a_process_that_was_killed_had_for_itself_is_removed_after_a_
     await killed.tier.clear()
     await killed.store(keys, [0] * 4)
     assert isinstance(bench.tier, ObjectTier)
-    await bench.tier._loop.run(bench.tier._sweep())
+    await bench.tier.sweep()
     assert await killed.fetch(keys, [0] * 4) == [True] * 4, "it may be used"
-    monkeypatch.setattr("kvstore.tiers.remote.tier.PRIVATE_SECONDS", -100.0)
-    await bench.tier._loop.run(bench.tier._sweep())
+    monkeypatch.setattr("kvstore.tiers.remote.sweeper.PRIVATE_SECONDS", -100.0)
+    await bench.tier.sweep()
     assert await killed.fetch(keys, [0] * 4) == [False] * 4
     assert await bench.fetch(keys, [0] * 4) == [True] * 4
     await killed.close()
@@ -340,8 +358,11 @@ async def test_what_a_process_that_was_killed_had_for_itself_is_removed_after_a_
         half = within / ".half"
         half.write_text("")
         os.utime(half, (0, 0))
-        # Folders go when they are found empty.
-        await bench.tier._loop.run(bench.tier._sweep())
-        await bench.tier._loop.run(bench.tier._sweep())
+        await bench.tier.sweep()
+        await bench.tier.sweep()
+        assert within.exists(), "somebody may be about to write to it"
+        monkeypatch.setattr("kvstore.tiers.remote.directory.OLD_SECONDS", -1.0)
+        await bench.tier.sweep()
+        await bench.tier.sweep()
         assert not epoch.exists()
     await bench.close()

@@ -1,0 +1,120 @@
+"""Shares: who a tenant is, and what each may have of a tier.
+
+A key begins with the tag of its tenant (`tag_of`). Each tenant that is named in `Shares` has a
+partition; the others are spread over some more by their tags, as in stochastic fair queueing
+(P. E. McKenney, 1990, section 2): who floods one of these harms only those that have the same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from hashlib import blake2b
+
+__all__ = ["OTHERS", "TAG_BYTES", "Places", "Share", "Shares", "tag_of", "tenant_keys"]
+
+TAG_BYTES = 8
+"""Length of a tag: the first bytes of each key, where there are tenants."""
+
+OTHERS = "others"
+"""What all tenants that have no name of their own in `Shares` are called in statistics."""
+
+
+def tenant_keys(tenant: str, keys: Iterable[bytes]) -> list[bytes]:
+    """Return the keys of a tenant: its tag, and then each of `keys`.
+
+    Chunks of one tenant are never found by the keys of another. Keys get `TAG_BYTES` longer.
+    """
+    tag = tag_of(tenant)
+    return [tag + key for key in keys]
+
+
+def tag_of(tenant: str) -> bytes:
+    """Return the tag of the tenant of this name."""
+    return blake2b(
+        tenant.encode(errors="surrogatepass"), digest_size=TAG_BYTES, person=b"kvstore tenant"
+    ).digest()
+
+
+@dataclass(frozen=True, slots=True)
+class Share:
+    """What a tenant may have of each tier.
+
+    Attributes:
+        guaranteed: part of the capacity that others do not take from it.
+        maximal: part of the capacity beyond which it has nothing for long.
+        weight: how much of the rest it gets, compared with others that want it.
+    """
+
+    guaranteed: float = 0.0
+    maximal: float = 1.0
+    weight: float = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class Shares:
+    """The shares of all tenants.
+
+    Attributes:
+        named: those of the tenants that are named.
+        others: that of all others together.
+        partitions: over how many partitions the others are spread.
+        idle_s: seconds without a use after which a partition keeps only its guarantee.
+    """
+
+    named: Mapping[str, Share] = field(default_factory=dict)
+    others: Share = Share()
+    partitions: int = 8
+    idle_s: float = 600.0
+
+
+class Places:
+    """Which partition each key belongs to: those of named tenants come first.
+
+    Attributes:
+        shares: for each partition its share, and among how many it is divided.
+    """
+
+    def __init__(self, shares: Shares) -> None:
+        named = list(shares.named.values())
+        self.shares = [(share, 1) for share in named]
+        self.shares += [(shares.others, shares.partitions)] * shares.partitions
+        self.names = {tag_of(name): name for name in shares.named}
+        self._of = {tag: place for place, tag in enumerate(self.names)}
+        self._others, self._first = shares.partitions, len(named)
+        self._weights = sum(share.weight for share in (*named, shares.others))
+
+    def of(self, key: bytes) -> int:
+        """Return the number of the key's partition."""
+        tag = key[:TAG_BYTES]
+        place = self._of.get(tag)
+        return self._first + sum(key[:1]) % self._others if place is None else place
+
+    def expected(self, place: int, capacity: int) -> int:
+        """Return how many chunks a partition has where all others want as many as they can get."""
+        share, parts = self.shares[place]
+        part = max(share.guaranteed, share.weight / self._weights)
+        return max(1, round(part * capacity / parts))
+
+    def kept(self, counts: Mapping[int, int], capacity: int) -> list[int]:
+        """Return how many chunks each partition keeps of those that it has; `capacity` in all.
+
+        At least what is guaranteed to it and at most its maximum, if it has so many; the rest is
+        shared by weight, and what one does not want is the others' (max-min fairness).
+
+        Args:
+            counts: for each partition how many it has.
+        """
+        wanted, kept = [], []
+        for place, (share, parts) in enumerate(self.shares):
+            wanted.append(min(counts.get(place, 0), int(share.maximal * capacity)))
+            kept.append(min(wanted[-1], int(share.guaranteed / parts * capacity)))
+        weights = [share.weight / parts for share, parts in self.shares]
+        left, weight = capacity - sum(kept), sum(weights)
+        # Who wants least for its weight comes first, and leaves the rest to the others.
+        for place in sorted(range(len(kept)), key=lambda n: (wanted[n] - kept[n]) / weights[n]):
+            more = min(wanted[place] - kept[place], int(left * weights[place] / weight))
+            kept[place] += more
+            left -= more
+            weight -= weights[place]
+        return kept

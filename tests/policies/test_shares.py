@@ -1,0 +1,44 @@
+"""How many chunks each partition of tenants keeps of what a store holds."""
+
+from __future__ import annotations
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvstore.policies.shares import Places, Share, Shares
+
+SHARES = st.builds(
+    Share,
+    guaranteed=st.sampled_from([0.0, 0.1, 0.25]),
+    maximal=st.sampled_from([0.3, 0.5, 1.0]),
+    weight=st.sampled_from([0.5, 1.0, 2.0, 7.0]),
+)
+
+
+@given(
+    st.lists(SHARES, max_size=3), SHARES, st.integers(1, 3), st.lists(st.integers(0, 2000)),
+    st.integers(0, 1000),
+)  # fmt: skip
+def test_what_is_guaranteed_is_kept_and_nothing_is_wasted(
+    named: list[Share], others: Share, partitions: int, counts: list[int], capacity: int
+) -> None:
+    shares = Shares({str(n): share for n, share in enumerate(named)}, others, partitions)
+    places = Places(shares)
+    there = dict(zip(range(len(places.shares)), counts, strict=False))
+    kept = places.kept(there, capacity)
+    assert sum(kept) <= capacity
+    most = []
+    for place, (share, parts) in enumerate(places.shares):
+        most.append(min(there.get(place, 0), int(share.maximal * capacity)))
+        least = min(most[-1], int(share.guaranteed / parts * capacity))
+        assert least <= kept[place] <= most[-1]
+    # Chunks are not divided.
+    assert sum(kept) >= min(sum(most), capacity - len(kept))
+
+
+def test_the_rest_is_shared_by_weight_and_what_one_leaves_is_the_others() -> None:
+    shares = {"a": Share(guaranteed=0.2), "b": Share(weight=2), "c": Share(weight=1)}
+    places = Places(Shares(shares, Share(), 1))
+    assert places.kept({0: 1000, 1: 1000, 2: 1000}, 1000) == [400, 400, 200, 0]
+    assert places.kept({0: 1000, 1: 100, 2: 1000}, 1000) == [550, 100, 350, 0]
+    assert places.kept({0: 50, 1: 0, 2: 5000}, 1000) == [50, 0, 950, 0]

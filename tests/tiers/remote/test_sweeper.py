@@ -1,0 +1,232 @@
+"""A store of a capacity: the oldest go, each tenant keeps its share, whoever sweeps."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import time
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvstore.policies.shares import Places, Share, Shares, tenant_keys
+from kvstore.testing.bench import TierBench, key_of
+from kvstore.tiers.remote import sweeper
+from kvstore.tiers.remote.object import ObjectTier
+from kvstore.tiers.remote.record import RECORD_BYTES
+from kvstore.tiers.remote.sweeper import PARTS, Ages
+from kvstore.types import TierPlace
+from tests.patience import until_async
+
+CHUNK = 8000
+ROOM = 64
+CAPACITY = ROOM * (CHUNK + RECORD_BYTES)
+LEFT = ROOM - ROOM // PARTS
+"""Chunks that a sweep leaves."""
+
+PLACE = TierPlace("place", {"model": "tiny"}, CHUNK)
+HALF = Places(Shares({"alice": Share(guaranteed=0.5)}, Share(), 2))
+
+
+@pytest.fixture
+def opened(tmp_path: Path) -> Any:
+    def bench(place: TierPlace = PLACE, capacity: int = CAPACITY) -> TierBench:
+        tier = ObjectTier(place, url=(tmp_path / "share").as_uri(), capacity_bytes=capacity)
+        return TierBench(tier, ROOM, 8192, CHUNK)
+
+    return bench
+
+
+def keys_of(numbers: range) -> list[bytes]:
+    return [key_of(number) for number in numbers]
+
+
+async def store(bench: TierBench, keys: list[bytes]) -> None:
+    for at in range(0, len(keys), ROOM):
+        some = keys[at : at + ROOM]
+        assert (await bench.store(some, [0] * len(some))).ok == [True] * len(some)
+
+
+async def there(bench: TierBench, keys: list[bytes]) -> list[bool]:
+    found: list[bool] = []
+    for at in range(0, len(keys), ROOM):
+        some = keys[at : at + ROOM]
+        found += await bench.fetch(some, [0] * len(some))
+    return found
+
+
+def files(folder: Path) -> dict[str, Path]:
+    return {path.name: path for path in folder.rglob("*") if path.is_file() and len(path.name) > 40}
+
+
+def age(folder: Path, keys: list[bytes], seconds: float) -> None:
+    """These were stored so long ago, one after the other."""
+    found = files(folder)
+    for number, key in enumerate(keys):
+        when = time.time() - seconds + number
+        os.utime(found[key.hex()], (when, when))
+
+
+async def sweep(bench: TierBench) -> None:
+    assert isinstance(bench.tier, ObjectTier)
+    await bench.tier.sweep()
+
+
+async def test_the_oldest_leave_a_directory_that_holds_too_much(
+    tmp_path: Path, opened: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO", "kvstore")
+    bench = opened()
+    keys = keys_of(range(60))
+    await store(bench, keys)
+    age(tmp_path, keys, 500)
+    await sweep(bench)
+    assert await there(bench, keys) == [True] * 60, "there is room for them"
+    more = keys_of(range(60, 68))
+    await store(bench, more)
+    foreign = next(iter(files(tmp_path).values())).with_name("a file of somebody else")
+    foreign.write_text("")
+    await sweep(bench)
+    await sweep(bench)
+    assert await there(bench, keys + more) == [False] * 8 + [True] * LEFT
+    assert foreign.exists()
+    (line,) = [each for each in caplog.records if "oldest" in each.message]
+    assert line.__dict__["kvstore.event"] == "store.shrunk"
+    assert "the 8 oldest chunks" in line.message
+    await bench.close()
+
+
+async def test_a_directory_is_swept_as_often_as_it_is_written_to(
+    tmp_path: Path, opened: Any
+) -> None:
+    bench = opened()
+    for first in range(0, 20 * ROOM, ROOM):
+        await store(bench, keys_of(range(first, first + ROOM)))
+    await until_async(lambda: len(files(tmp_path)) <= LEFT)
+    assert len(files(tmp_path)) == LEFT
+    await bench.close()
+
+
+async def test_what_is_read_stays(tmp_path: Path, opened: Any) -> None:
+    bench = opened()
+    keys = keys_of(range(ROOM))
+    await store(bench, keys)
+    age(tmp_path, keys, 5000)
+    assert await there(bench, keys[:8]) == [True] * 8
+    await store(bench, keys_of(range(ROOM, ROOM + 4)))
+    await sweep(bench)
+    assert await there(bench, keys) == [True] * 8 + [False] * 8 + [True] * (ROOM - 16)
+    await bench.close()
+
+
+async def test_a_flood_of_one_tenant_takes_nothing_that_is_guaranteed_to_another(
+    tmp_path: Path, opened: Any
+) -> None:
+    bench = opened(TierPlace("place", {}, CHUNK, None, HALF))
+    hers = tenant_keys("alice", keys_of(range(LEFT // 2)))
+    his = tenant_keys("bob", keys_of(range(200)))
+    await store(bench, hers)
+    age(tmp_path, hers, 5000)
+    await store(bench, his)
+    await sweep(bench)
+    assert await there(bench, hers) == [True] * len(hers)
+    assert sum(await there(bench, his)) == LEFT - len(hers)
+    await bench.close()
+
+
+async def test_without_tenants_it_takes_all(tmp_path: Path, opened: Any) -> None:
+    bench = opened()
+    hers = tenant_keys("alice", keys_of(range(LEFT // 2)))
+    await store(bench, hers)
+    age(tmp_path, hers, 5000)
+    await store(bench, tenant_keys("bob", keys_of(range(200))))
+    await sweep(bench)
+    assert await there(bench, hers) == [False] * len(hers)
+    await bench.close()
+
+
+async def test_several_sweep_at_once_while_others_write(tmp_path: Path, opened: Any) -> None:
+    hosts = [opened() for _ in range(3)]
+    keys = keys_of(range(600))
+    for first in range(0, 600, 60):
+        some = keys[first : first + 60]
+        await asyncio.gather(
+            *(store(host, some[number::3]) for number, host in enumerate(hosts)),
+            *map(sweep, hosts),
+        )
+    await asyncio.gather(*map(sweep, hosts))
+    assert LEFT - 3 * 20 < len(files(tmp_path)) <= LEFT
+    left = [key for key in keys if key.hex() in files(tmp_path)]
+    assert await there(hosts[0], left) == [True] * len(left)
+    for host in hosts:
+        await host.close()
+
+
+async def test_what_others_have_for_themselves_counts(tmp_path: Path, opened: Any) -> None:
+    bench, other = opened(), opened()
+    await other.tier.clear()
+    keys = keys_of(range(40))
+    await store(other, keys)
+    age(tmp_path, keys, 500)
+    more = keys_of(range(40, 80))
+    await store(bench, more)
+    await sweep(bench)
+    assert await there(other, keys) == [False] * (80 - LEFT) + [True] * (LEFT - 40)
+    assert await there(bench, more) == [True] * 40
+    await bench.close()
+    await other.close()
+
+
+async def test_a_share_that_is_away_is_swept_later(
+    tmp_path: Path, opened: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bench = opened()
+    await store(bench, keys_of(range(ROOM)))
+    (tmp_path / "share" / "place").rename(tmp_path / "away")
+    await sweep(bench)
+    (tmp_path / "away").rename(tmp_path / "share" / "place")
+    monkeypatch.setattr(sweeper, "SWEEP_SECONDS", 0.01)
+    assert len(files(tmp_path)) == ROOM
+    await store(bench, keys_of(range(ROOM, ROOM + ROOM // PARTS)))
+    await until_async(lambda: len(files(tmp_path)) == LEFT)
+    await bench.close()
+
+
+def test_a_capacity_of_a_few_chunks_is_refused(opened: Any) -> None:
+    with pytest.raises(ValueError, match="capacity_bytes = 100000: 16 chunks must fit"):
+        opened(capacity=100_000)
+    with pytest.raises(ValueError, match="capacity_bytes"):
+        opened(capacity=-1)
+
+
+@given(
+    st.lists(st.tuples(st.integers(0, 2), st.integers(0, 400)), max_size=300),
+    st.integers(0, 200), st.integers(2, 80),
+)  # fmt: skip
+def test_of_each_partition_the_oldest_go(
+    values: list[tuple[int, int]], capacity: int, most: int
+) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sweeper, "MOST_AGES", most)
+        places = Places(Shares({"a": Share(0.3), "b": Share(maximal=0.5)}, Share(), 1))
+        ages = Ages()
+        for partition, since in values:
+            ages.add(partition, since)
+        excess = ages.excess(capacity, places)
+        width = excess.seconds
+    left: list[tuple[int, int]] = []
+    gone: list[tuple[int, int]] = []
+    for partition, since in values:
+        (gone if excess.takes(partition, since) else left).append((partition, since))
+    assert len(gone) == excess.count
+    counts = Counter(partition for partition, _ in values)
+    kept = places.kept(counts, capacity)
+    for place, count in counts.items():
+        assert sum(partition == place for partition, _ in left) == min(count, kept[place])
+        staying = [since // width for partition, since in left if partition == place]
+        going = [since // width for partition, since in gone if partition == place]
+        assert not staying or not going or max(going) <= min(staying)

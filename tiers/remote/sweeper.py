@@ -1,0 +1,225 @@
+"""Sweeper: remove from a store what nobody reads any more, and the oldest beyond its capacity.
+
+The values of a store are listed once an hour, and once this process has stored a sixteenth of what
+the store may hold. Those of epochs that nobody uses are removed. With a capacity the others are
+counted by their age, to a second at first, and listed again if there are too many: then the oldest
+of them go. So a sweep needs little memory, however many values there are. With tenants each
+partition keeps its share of the capacity.
+
+All processes that share a store may sweep it, also at once: a value is removed only once.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import time
+from collections import Counter
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
+
+from kvstore.tiers.remote.client import (
+    PRIVATE_SECONDS,
+    SHARED_EPOCH,
+    ListingClient,
+    StoreClient,
+    StoreError,
+    epoch_of,
+)
+from kvstore.types import Partitions, about
+
+__all__ = ["MOST_REMOVED", "PARTS", "Ages", "Sweeper"]
+
+logger = logging.getLogger("kvstore.store")
+
+MOST_REMOVED = 256
+"""Most values of a call that removes them."""
+
+SWEEP_SECONDS = 3600.0
+"""Most seconds before the first sweep, and between sweeps."""
+
+SWEEP_PAUSE = 1.0
+"""Seconds between calls that remove values of unused epochs."""
+
+PARTS = 16
+"""A sweep leaves room for one of so many parts of the capacity, and comes when that was stored."""
+
+MOST_AGES = 2**16
+"""Ages that are told apart: beyond that they are counted more roughly."""
+
+
+class Ages:
+    """How many values of each partition were stored when."""
+
+    def __init__(self) -> None:
+        self._seconds = 1
+        self._counts: Counter[tuple[int, int]] = Counter()
+
+    def add(self, partition: int, since: float) -> None:
+        """Count a value.
+
+        Args:
+            since: Unix time of its last write.
+        """
+        self._counts[partition, self._age(since)] += 1
+        if len(self._counts) > MOST_AGES:
+            self._seconds *= 2
+            rough: Counter[tuple[int, int]] = Counter()
+            for (its, age), count in self._counts.items():
+                rough[its, age // 2] += count
+            self._counts = rough
+
+    def _age(self, since: float) -> int:
+        return int(since) // self._seconds
+
+    def excess(self, capacity: int, partitions: Partitions | None) -> Excess:
+        """Return which values are to go so that no more are left than `capacity`."""
+        going: Counter[int] = Counter()
+        for (partition, _), count in self._counts.items():
+            going[partition] += count
+        kept = [capacity] if partitions is None else partitions.kept(going, capacity)
+        going.subtract(dict(enumerate(kept)))
+        oldest: dict[tuple[int, int], int] = {}
+        for partition, age in sorted(self._counts):
+            some = min(self._counts[partition, age], going[partition])
+            if some > 0:
+                oldest[partition, age] = some
+                going[partition] -= some
+        return Excess(self._seconds, sum(oldest.values()), oldest)
+
+
+@dataclass
+class Excess:
+    """Values that are to go.
+
+    Attributes:
+        count: how many.
+        left: how many of each partition and age are still to be found.
+    """
+
+    seconds: int
+    count: int
+    left: dict[tuple[int, int], int]
+
+    def takes(self, partition: int, since: float) -> bool:
+        """Whether this value is one of them."""
+        which = partition, int(since) // self.seconds
+        left = self.left.get(which, 0)
+        if left:
+            self.left[which] = left - 1
+        return left > 0
+
+
+class Sweeper:
+    """Sweeps one store.
+
+    Attributes:
+        epoch: that in which this process stores.
+        left: epochs of its own that it has left.
+
+    Args:
+        place: what all names begin with.
+        capacity: how many values the store may hold, `PARTS` at least; None if that is its own
+            affair.
+        reached: returns the client.
+        remove: removes values.
+    """
+
+    def __init__(
+        self,
+        place: str,
+        capacity: int | None,
+        partitions: Partitions | None,
+        reached: Callable[[], StoreClient],
+        remove: Callable[[Sequence[str]], Awaitable[None]],
+    ) -> None:
+        self.epoch = SHARED_EPOCH
+        self.left: set[str] = set()
+        self._place, self._capacity, self._partitions = place, capacity, partitions
+        self._reached, self._remove = reached, remove
+        self._stored = 0
+        self._due = asyncio.Event()
+        self._sweeping = asyncio.Lock()
+
+    def stored(self, count: int) -> None:
+        """Note that this process has stored so many values."""
+        self._stored += count
+        if self._capacity is not None and self._stored >= self._capacity // PARTS:
+            self._due.set()
+
+    async def run(self) -> None:
+        """Sweep whenever it is time."""
+        while True:
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(SWEEP_SECONDS):
+                    await self._due.wait()
+            await self.sweep()
+
+    async def sweep(self) -> None:
+        """Sweep once, as far as the client can list values."""
+        async with self._sweeping:
+            self._due.clear()
+            self._stored = 0
+            client, left = self._reached(), set(self.left)
+            if not isinstance(client, ListingClient):
+                return
+            # What cannot be removed now is found by the next sweep.
+            with contextlib.suppress(StoreError):
+                ages = await self._remove_unused(client, left)
+                self.left -= left
+                if self._capacity is not None:
+                    await self._remove_oldest(client, ages, self._capacity)
+
+    async def _remove_unused(self, client: ListingClient, left: set[str]) -> Ages:
+        """Remove values of epochs that nobody uses, and count the others if there is a capacity."""
+        before, ages = time.time() - PRIVATE_SECONDS, Ages()
+        used = {SHARED_EPOCH, self.epoch}
+        async for found in client.listed(self._place, used if self._capacity is None else ()):
+            unused = []
+            for name, since in found:
+                epoch = epoch_of(name)
+                if epoch not in used and (since < before or epoch in left):
+                    unused.append(name)
+                elif self._capacity is not None and (key := _key_of(name)):
+                    ages.add(self._partition(key), since)
+            for start in range(0, len(unused), MOST_REMOVED):
+                await self._remove(unused[start : start + MOST_REMOVED])
+                await asyncio.sleep(SWEEP_PAUSE)
+        return ages
+
+    async def _remove_oldest(self, client: ListingClient, ages: Ages, capacity: int) -> None:
+        excess = ages.excess(capacity - capacity // PARTS, self._partitions)
+        if not excess.count:
+            return
+        going: list[str] = []
+        async for found in client.listed(self._place, ()):
+            for name, since in found:
+                key = _key_of(name)
+                if not key or not excess.takes(self._partition(key), since):
+                    continue
+                # The names of a call are of one epoch.
+                if len(going) == MOST_REMOVED or (going and epoch_of(going[0]) != epoch_of(name)):
+                    await self._remove(going)
+                    going = []
+                going.append(name)
+        if going:
+            await self._remove(going)
+        logger.info(
+            "%s: the %d oldest chunks were removed from the store, which may hold %d",
+            self._place,
+            excess.count,
+            capacity,
+            extra=about("store.shrunk", place=self._place, chunks=excess.count),
+        )
+
+    def _partition(self, key: bytes) -> int:
+        return 0 if self._partitions is None else self._partitions.of(key)
+
+
+def _key_of(name: str) -> bytes:
+    """Return the key in a name; b"" if it has none, and is not ours."""
+    try:
+        return bytes.fromhex(name.rpartition("/")[2])
+    except ValueError:
+        return b""
