@@ -1,6 +1,7 @@
 """Stores beside their own clients: the same payloads, in one run, in turns.
 
     python benchmarks/store.py [--stores redis,mooncake,object] [--rounds N] [--sizes 256KiB,2MiB]
+    python benchmarks/store.py --codec [--stores redis,object]
     python benchmarks/store.py --link 1000 [--stores redis,object]
 
 Engines run on this machine, on the loopback: what is measured is what kvstore adds (records,
@@ -9,6 +10,8 @@ direction: GB/s of the store tier, of the native client, and the ratio; medians 
 The native clients move payloads alone: Mooncake's between registered memory, Redis's by pipelined
 SET and GET of bytes, which it makes and hands over itself, obstore's by one PUT or GET of each
 payload, 32 at once, to Ceph's gateway.
+
+With --codec kvstore encodes the chunks; the clients move them as they are.
 
 With --link there are so many Mbit/s between kvstore and the engine, and one process stores eight
 prompts of 32 MiB at once, which another one loads at once: one row for each store and direction
@@ -46,6 +49,7 @@ from kvstore.assembly import TAIL_SHARE, rows_for
 from kvstore.config import Config, TierConfig
 from kvstore.sizes import parse_size
 from kvstore.tiers.base import Tier
+from kvstore.tiers.codec import Codec
 from kvstore.tiers.pinned import PinnedRegion
 from kvstore.types import TierPlace
 
@@ -323,12 +327,14 @@ def main() -> None:
     parser.add_argument("--sizes", default="256KiB,2MiB")
     parser.add_argument("--rounds", type=int, default=12)
     parser.add_argument("--link", type=float, help="Mbit/s between kvstore and the engine")
+    parser.add_argument("--codec", action="store_true", help="encode chunks; not with Mooncake")
     options = read_options(parser, stores="redis", sizes="2MiB", rounds=1)
     if options.link:
         stores = [name for name in options.stores.split(",") if name != "mooncake"]
         tell_overload(stores, options.link)
         return
-    for name in options.stores.split(","):
+    names = options.stores.split(",")
+    for name in [name for name in names if name != "mooncake" or not options.codec]:
         for text in options.sizes.split(","):
             size = parse_size(text)
             with ExitStack() as stack:
@@ -340,7 +346,8 @@ def main() -> None:
                 region.array[:] = np.random.default_rng(0).integers(
                     0, 256, region.array.shape, np.uint8
                 )
-                place = TierPlace("bench", {}, size)
+                codec = Codec("bfloat16") if options.codec else None
+                place = TierPlace("bench", {}, size, codec=codec)
                 tier, native = stack.enter_context(STORES[name](place, region, folder))
                 found = asyncio.run(compare(tier, native, region, options.rounds))
             for direction, fast in found.items():

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from kvstore.concurrency import in_thread
@@ -17,7 +17,7 @@ from kvstore.core.residency.remote_answers import MOST_ANSWERS
 from kvstore.core.statistics import tier_names
 from kvstore.engine.engine import Beside
 from kvstore.errors import ConfigError, KVStoreError
-from kvstore.gate import codec_of
+from kvstore.gate import codecs_of
 from kvstore.observe.recorder import Recorder
 from kvstore.plugins import TierPlace, build_filters, build_policy, create_tier, tail_bytes_of
 from kvstore.policies.shares import Places, Shares, tag_of
@@ -223,12 +223,12 @@ def namespace_of(
         ConfigError: if chunks cannot be encoded as `config` demands.
     """
     whole = {**identity, "chunk_bytes": chunk_bytes, "slot_bytes": slot_bytes}
-    codec = codec_of(config, chunk_bytes, identity)
-    if codec is not None:
+    codecs = codecs_of(config, chunk_bytes, identity)
+    if "codec" in codecs:
         # What is on disk has other sizes, and is a chunk of its own for those who only copy it.
-        size = codec.coded_bytes(chunk_bytes)
+        size = codecs["codec"].coded_bytes(chunk_bytes)
         whole |= {"chunk_bytes": size, "slot_bytes": round_to_page(size)}
-        whole["codec"] = codec.identity(chunk_bytes)
+    whole |= {name: codec.identity(chunk_bytes) for name, codec in codecs.items()}
     if config.encryption_keys is not None:
         whole["encryption"] = CIPHER
     if config.namespace is not None:
@@ -265,12 +265,14 @@ def open_tiers(
     if keys is not None:
         parts.append(f"tiers are encrypted with keys of {keys.source}")
     partitions = None if config.tenants is None else Places(config.tenants)
-    place = TierPlace(namespace.name, namespace.identity, chunk_bytes, keys, partitions)
-    # The file of the gate may be another one by now.
-    told = None if config.disk_codec is None else namespace.identity["codec"]
-    codec = None if told is None else Codec(told["dtype"])
+    # The files of the gates may be others by now.
+    on_disks, in_stores = (
+        None if gate is None else Codec(namespace.identity[name]["dtype"])
+        for name, gate in (("codec", config.disk_codec), ("store_codec", config.store_codec))
+    )
+    place = TierPlace(namespace.name, namespace.identity, chunk_bytes, keys, partitions, in_stores)
     for tier_config in config.tiers:
-        opened = _tiers_of(tier_config, place, codec)
+        opened = _tiers_of(tier_config, place, on_disks)
         for tier in opened:
             recovered = tier.open(region)
             tiers.append(tier)
@@ -306,7 +308,9 @@ def _tiers_of(config: DiskConfig | TierConfig, place: TierPlace, codec: Codec | 
     """
     if isinstance(config, TierConfig):
         try:
-            return [create_tier(config.type, place, config.parameters)]
+            # The codec of stores is not for other kinds of tiers.
+            its = place if config.is_store else replace(place, codec=None)
+            return [create_tier(config.type, its, config.parameters)]
         except ValueError as error:
             raise ConfigError(f"tier {config.type!r}: {error}") from error
     disk = DiskTier(

@@ -1,8 +1,8 @@
 """Gate: the file that says that a model's answers stay as they are with a codec.
 
-``kvstore gate`` writes it after a run of the model, and `disk_codec` names it: no chunk is encoded
-for a model that was not tried. Builders of servers measure with their own engine, and write a
-`Gate` themselves.
+``kvstore gate`` writes it after a run of the model, and `disk_codec` or `store_codec` names it: no
+chunk is encoded for a model that was not tried. Builders of servers measure with their own engine,
+and write a `Gate` themselves.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from pathlib import Path
 from secrets import token_hex
 from typing import Any
 
-from kvstore.config import Config, DiskConfig
+from kvstore.config import Config, DiskConfig, TierConfig
 from kvstore.errors import NOT_PARSED, ConfigError
 from kvstore.tiers.codec import CODECS, DTYPES, Codec
 
-__all__ = ["Gate", "codec_of", "read_gate"]
+__all__ = ["Gate", "codecs_of", "read_gate"]
 
 FORMAT = "kvstore gate 1"
 
@@ -112,25 +112,49 @@ def read_gate(path: Path) -> Gate:
     return gate
 
 
-def codec_of(config: Config, chunk_bytes: int, identity: Mapping[str, Any] | None) -> Codec | None:
-    """Return the codec of chunks on disk, if they have one.
+def codecs_of(
+    config: Config, chunk_bytes: int, identity: Mapping[str, Any] | None
+) -> dict[str, Codec]:
+    """Return the codecs of chunks on disk and in stores, if they have some.
 
     Args:
         identity: of the cache; None if it is not known yet.
 
+    Returns:
+        Each by its name in the identity: "codec" of disks, "store_codec" of stores.
+
     Raises:
         ConfigError: if no gate lets them be encoded.
     """
-    if config.disk_codec is None:
-        return None
+    stores = [isinstance(tier, TierConfig) and tier.is_store for tier in config.tiers]
+    disks = [isinstance(tier, DiskConfig) for tier in config.tiers]
+    found = {
+        name: _codec_of(f"{tier}_codec", path, any(there), tier, chunk_bytes, identity)
+        for name, tier, path, there in (
+            ("codec", "disk", config.disk_codec, disks),
+            ("store_codec", "store", config.store_codec, stores),
+        )
+        if path is not None
+    }
+    if identity is not None and (taken := found.keys() & identity.keys()):
+        raise ConfigError(f"identity: the name {min(taken)} is for what kvstore itself says there")
+    return found
+
+
+def _codec_of(
+    key: str,
+    path: Path,
+    there: bool,
+    tier: str,
+    chunk_bytes: int,
+    identity: Mapping[str, Any] | None,
+) -> Codec:
     try:
-        gate = read_gate(config.disk_codec)
-        if not any(isinstance(tier, DiskConfig) for tier in config.tiers):
-            raise ConfigError("there is no disk tier")
-        if identity is not None and "codec" in identity:
-            raise ConfigError("identity: the name codec is for what kvstore itself says there")
+        gate = read_gate(path)
+        if not there:
+            raise ConfigError(f"there is no {tier}")
         if chunk_bytes % 2:
             raise ConfigError(f"chunk_bytes = {chunk_bytes}: must be even, as numbers have 2 bytes")
         return gate.codec_for(gate.identity if identity is None else identity)
     except ConfigError as error:
-        raise ConfigError(f"disk_codec = {str(config.disk_codec)!r}: {error}") from error
+        raise ConfigError(f"{key} = {str(path)!r}: {error}") from error

@@ -26,6 +26,7 @@ from kvstore.policies import (
     has_policy,
     policy_names,
 )
+from kvstore.policies.parameters import parameters_of
 from kvstore.policies.registry import Registry
 from kvstore.policies.shares import Shares
 from kvstore.policies.tenants import TenantFilters, Tenants
@@ -97,7 +98,7 @@ class Choice:
             raise wrong(f"must be a {kind}'s name, or a table of name and parameters")
         if not is_known(name):
             raise wrong(f"unknown {kind}")
-        return cls(name, tuple(_sized(parameters).items()))
+        return cls(name, tuple((key, _size(key, value)) for key, value in parameters.items()))
 
     @classmethod
     def parse(cls, text: str) -> Choice:
@@ -200,10 +201,6 @@ def _size(parameter: str, value: Any) -> Any:
     return parse_size(value) if "bytes" in parameter and isinstance(value, str) else value
 
 
-def _sized(parameters: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: _size(name, value) for name, value in parameters.items()}
-
-
 def _literal(text: str) -> Any:
     try:
         return ast.literal_eval({"true": "True", "false": "False"}.get(text, text))
@@ -242,7 +239,7 @@ def check_tier(name: object, parameters: Mapping[str, Any]) -> str:
     """
     if not isinstance(name, str) or name not in tier_names():
         raise ValueError(f"must be one of: {', '.join(tier_names())}")
-    _kinds.checked(name, _sized(parameters))
+    _kinds.checked(name, _sizes_parsed(name, parameters))
     return name
 
 
@@ -264,6 +261,19 @@ def tail_bytes_of(name: str) -> int:
     return 0 if name == "disk" else _kinds.find(name).tail_bytes
 
 
+def _sizes_parsed(name: str, parameters: Mapping[str, Any]) -> dict[str, Any]:
+    """Parse what a kind of tier takes as a number of bytes."""
+    found = dict(parameters)
+    known = parameters_of(_kinds.find(name)) if parameters else {}
+    for key, value in parameters.items():
+        if isinstance(value, str) and key in known and known[key].type is int:
+            try:
+                found[key] = _size(key, value)
+            except ValueError as error:
+                raise ValueError(f"{key} = {value!r}: {error}") from error
+    return found
+
+
 def create_tier(name: str, place: TierPlace, parameters: Mapping[str, Any]) -> Tier:
     """Create a tier of this kind without opening it.
 
@@ -271,9 +281,11 @@ def create_tier(name: str, place: TierPlace, parameters: Mapping[str, Any]) -> T
         ValueError: as `check_tier`, for a value that the kind refuses, and where chunks are to be
             encrypted and the kind does not do that.
     """
-    given = _sized(parameters)
+    given = _sizes_parsed(name, parameters)
     make: Any = _kinds.checked(name, given)
     tier: Tier = make(place, **given)
     if place.keys is not None and not tier.encrypts:
         raise ValueError("it does not encrypt chunks: leave it out, or encryption_keys")
+    if place.codec is not None and not tier.encodes:
+        raise ValueError("it does not encode chunks: leave it out, or store_codec")
     return tier

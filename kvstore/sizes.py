@@ -7,7 +7,7 @@ import re
 __all__ = ["format_size", "parse_size"]
 
 _UNITS = {"": 1, "b": 1}
-for _power, _letter in enumerate("kmgt", 1):
+for _power, _letter in enumerate("kmgtp", 1):
     _UNITS |= dict.fromkeys((_letter, f"{_letter}b"), 1000**_power)
     _UNITS |= dict.fromkeys((f"{_letter}i", f"{_letter}ib"), 1024**_power)
 

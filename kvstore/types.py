@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from kvstore.errors import BlockKeyError
 
 if TYPE_CHECKING:
+    from kvstore.tiers.codec import Codec
     from kvstore.tiers.keys import KeyRing
 
 __all__ = [
@@ -228,6 +229,7 @@ class TierPlace:
         chunk_bytes: size of a chunk.
         keys: the keys with which chunks are encrypted before they leave this host, if they are.
         partitions: of tenants, if there are tenants.
+        codec: encodes chunks before they leave this host, if they are to be encoded.
     """
 
     namespace: str
@@ -235,6 +237,7 @@ class TierPlace:
     chunk_bytes: int
     keys: KeyRing | None = None
     partitions: Partitions | None = None
+    codec: Codec | None = None
 
 
 class Partitions(Protocol):

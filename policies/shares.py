@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from hashlib import blake2b
+from itertools import accumulate
 
 __all__ = ["OTHERS", "TAG_BYTES", "Places", "Share", "Shares", "tag_of", "tenant_keys"]
 
@@ -110,11 +111,13 @@ class Places:
             wanted.append(min(counts.get(place, 0), int(share.maximal * capacity)))
             kept.append(min(wanted[-1], int(share.guaranteed / parts * capacity)))
         weights = [share.weight / parts for share, parts in self.shares]
-        left, weight = capacity - sum(kept), sum(weights)
         # Who wants least for its weight comes first, and leaves the rest to the others.
-        for place in sorted(range(len(kept)), key=lambda n: (wanted[n] - kept[n]) / weights[n]):
+        order = sorted(range(len(kept)), key=lambda n: (wanted[n] - kept[n]) / weights[n])
+        theirs = [weights[place] for place in reversed(order)]
+        rest = list(accumulate(theirs))[::-1]
+        left = capacity - sum(kept)
+        for place, weight in zip(order, rest, strict=True):
             more = min(wanted[place] - kept[place], int(left * weights[place] / weight))
             kept[place] += more
             left -= more
-            weight -= weights[place]
         return kept

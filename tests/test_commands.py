@@ -61,6 +61,7 @@ SLOW = {
     "benchmarks/control.py",
     "benchmarks/hybrid.py",
     "benchmarks/kill_engine.py",
+    "benchmarks/trained_model.py",
     "examples/demo.py",
 }
 SLOW |= {"benchmarks.serving", "benchmarks.dashboard", "benchmarks.vllm_clients"}

@@ -74,12 +74,14 @@ class Tier(ABC):
         is_store: whether it must be asked which chunks it has.
         encrypts: whether it encrypts chunks with the keys of its place. One that does not is
             refused where chunks are to be encrypted.
+        encodes: the same for the codec of its place.
         tail_bytes: bytes of memory right behind each chunk that make it faster; optional.
     """
 
     is_peer = False
     is_store = False
     encrypts = False
+    encodes = False
     tail_bytes = 0
 
     @abstractmethod

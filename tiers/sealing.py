@@ -14,8 +14,7 @@ from __future__ import annotations
 
 import hmac
 import os
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping
 from hashlib import sha256
 from typing import Any
 
@@ -111,24 +110,6 @@ class Sealer:
         except InvalidTag:
             return False
         return True
-
-    @contextmanager
-    def sealed(
-        self, keys: Sequence[bytes], payloads: Sequence[memoryview]
-    ) -> Iterator[tuple[list[memoryview], list[bytes]]]:
-        """Lend the sealed payloads of chunks of epoch 0, and their seals, for a block.
-
-        Nothing may use the memory any more when the block ends.
-        """
-        size = len(payloads[0]) if payloads else 0
-        memory = self.scratch.lend(size * len(payloads))
-        try:
-            view = memoryview(memory)
-            parts = [view[at * size : (at + 1) * size] for at in range(len(payloads))]
-            each = zip(keys, payloads, parts, strict=True)
-            yield parts, [self.seal(key, 0, payload, part) for key, payload, part in each]
-        finally:
-            self.scratch.take_back(memory)
 
     def _cipher(
         self, secret: Secret, key: bytes, epoch: int, nonce: bytes, tag: bytes | None

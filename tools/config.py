@@ -20,7 +20,7 @@ from kvstore.config.describe import Key, json_schema, keys_of, reference, sample
 from kvstore.config.values import without_passwords
 from kvstore.connector.spec import CONNECTOR_KEYS
 from kvstore.errors import NOT_PARSED, ConfigError, KVStoreError
-from kvstore.gate import codec_of
+from kvstore.gate import codecs_of
 from kvstore.plugins import create_tier
 from kvstore.sizes import format_size, parse_size
 from kvstore.tiers.disk.format import Geometry
@@ -262,11 +262,16 @@ def _check_keys(config: Config) -> None:
         Sealer(keys, "")
 
 
+def _check_codec(config: Config) -> None:
+    codecs_of(config, config.chunk_bytes or 2, config.identity)
+
+
 _WHEN_OPENED: dict[str, Callable[[Config], object]] = {
     "control": _check_control,
     "control_token_file": _check_control,
     "encryption_keys": _check_keys,
-    "disk_codec": lambda config: codec_of(config, config.chunk_bytes or 2, config.identity),
+    "disk_codec": lambda config: _check_codec(attrs.evolve(config, store_codec=None)),
+    "store_codec": lambda config: _check_codec(attrs.evolve(config, disk_codec=None)),
     "spans": lambda config: spans_of(config, [], lambda: None, 1),
     "namespace": lambda config: Namespace(str(config.namespace), {}).check_name(),
 }
@@ -296,7 +301,7 @@ def _chunks(name: str, size: int, config: Config, tier: DiskConfig | TierConfig 
         return f", {size // chunk_bytes:,} chunks"
     stored_bytes = chunk_bytes
     with contextlib.suppress(ConfigError):
-        if (codec := codec_of(config, chunk_bytes, None)) is not None:
+        if (codec := codecs_of(config, chunk_bytes, None).get("codec")) is not None:
             stored_bytes = codec.coded_bytes(chunk_bytes)
     geometry = Geometry.wanted(
         tier.segment_bytes,

@@ -252,15 +252,16 @@ class Config:
             ``HOST:PORT`` of a loopback address; by default there is none. See control.md.
         control_token_file: file with the token that changes over a port must name.
         spans: whether waits and moves become OpenTelemetry spans; see watching.md.
-        tenants: shares of host memory and of each disk, by name of the tenant, and "*" for all
-            others together: `guaranteed` and `maximal` parts from 0 to 1, and a `weight`; {} for
-            equal shares. By default keys know no tenants. See tenants.md.
+        tenants: shares of host memory, of each disk and of stores with `capacity_bytes`, by name of
+            the tenant, and "*" for all others together: `guaranteed` and `maximal` parts from 0 to
+            1, and a `weight`; {} for equal shares. By default keys know no tenants. See tenants.md.
         encryption_keys: where the keys are with which chunks are encrypted on disks and in stores:
             path of a file, ``env:NAME`` of a variable, or ``module:function``. By default nothing
             is encrypted. See encryption.md.
         disk_codec: file that ``kvstore gate`` has written for this model: disks hold chunks in half
             the bytes, with the codec that it has tried. Numbers are rounded. By default they are
             stored as they are. See codec.md.
+        store_codec: the same for stores.
     """
 
     cpu_bytes_to_use: int = field(converter=check.positive_size)
@@ -289,6 +290,7 @@ class Config:
     tenants: Shares | None = field(default=None, converter=optional(check.tenants))
     encryption_keys: str | None = field(default=None, converter=optional(check.keys_source))
     disk_codec: Path | None = field(default=None, converter=optional(check.file_path))
+    store_codec: Path | None = field(default=None, converter=optional(check.file_path))
 
     @property
     def given_identity(self) -> Mapping[str, Any]:

@@ -263,7 +263,7 @@ def _tenant(name: str, share: object) -> Share:
 
 
 _TEXT = {"type": "string", "minLength": 1}
-_SIZE_TEXT = {"type": "string", "pattern": r"^\s*\d+(\.\d+)?\s*([kKmMgGtT]?[iI]?[bB]?)\s*$"}
+_SIZE_TEXT = {"type": "string", "pattern": r"^\s*\d+(\.\d+)?\s*([kKmMgGtTpP]?[iI]?[bB]?)\s*$"}
 _PLUGIN = {
     "anyOf": [
         _TEXT,

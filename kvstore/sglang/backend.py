@@ -17,11 +17,12 @@ from sglang.srt.mem_cache.hicache_storage import (
     PoolTransferResult,
 )
 
-from kvstore.config import Config, DiskConfig
+from kvstore.config import Config, DiskConfig, TierConfig
 from kvstore.core.reports import Complaints
 from kvstore.errors import ConfigError, KVStoreError
 from kvstore.observe.logs import warn_with
 from kvstore.sglang.pool import Pool, keys_of
+from kvstore.sizes import parse_size
 from kvstore.types import about
 
 __all__ = ["HiCacheKVStore"]
@@ -138,9 +139,7 @@ class HiCacheKVStore(HiCacheStorage):
     def _config_of(self, pool: Pool, share: float) -> Config:
         whole = self._config
         given = dict(whole.identity or {})
-        tiers = [
-            _divided(tier, share) if isinstance(tier, DiskConfig) else tier for tier in whole.tiers
-        ]
+        tiers = [_divided(tier, share) for tier in whole.tiers]
         return attrs.evolve(
             whole,
             chunk_bytes=pool.page_bytes,
@@ -414,9 +413,15 @@ class _Moves:
             self.written_gbps.append(pages * size / 1e9 / seconds)
 
 
-def _divided(tier: DiskConfig, share: float) -> DiskConfig:
-    """This share of a disk; the size of its segments follows, unless the operator gave it."""
-    return attrs.evolve(tier, capacity_bytes=int(tier.capacity_bytes * share))
+def _divided(tier: DiskConfig | TierConfig, share: float) -> DiskConfig | TierConfig:
+    """This share of a tier; the size of a disk's segments follows, unless the operator gave it."""
+    if isinstance(tier, DiskConfig):
+        return attrs.evolve(tier, capacity_bytes=int(tier.capacity_bytes * share))
+    whole = tier.parameters.get("capacity_bytes")
+    if not whole:
+        return tier
+    part = {"capacity_bytes": int(parse_size(whole) * share)}
+    return attrs.evolve(tier, parameters={**tier.parameters, **part})
 
 
 def _leading(count: int, keys: Sequence[str]) -> list[bool]:

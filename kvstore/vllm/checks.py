@@ -114,27 +114,30 @@ def check_recurrent(config: Any, engine: Engine | None, *, tiers: bool) -> None:
         )
 
 
-def check_codec(gate: Gate, engine: Engine | None) -> None:
+def check_codec(key: str, gate: Gate, engine: Engine | None) -> None:
     """Make sure that all pages of the KV cache are numbers of the type that the codec encodes.
+
+    Args:
+        key: of the configuration that names the gate.
 
     Raises:
         ConfigError: if they are not, or that cannot be known.
     """
     if engine is None:
         raise ConfigError(
-            "disk_codec: vLLM's own connector does not tell what a page holds; use KVStoreConnector"
+            f"{key}: vLLM's own connector does not tell what a page holds; use KVStoreConnector"
         )
     for group in engine.kv_cache_config.kv_cache_groups:
         spec = group.kv_cache_spec
         held = str(getattr(spec, "dtype", None)).removeprefix("torch.")
         if not isinstance(spec, AttentionSpec) or held != gate.dtype:
             raise ConfigError(
-                f"disk_codec: the codec encodes attention layers of {gate.dtype}, and a KV cache "
+                f"{key}: the codec encodes attention layers of {gate.dtype}, and a KV cache "
                 f"group of this model is {type(spec).__name__} of {held}"
             )
         if spec.page_size_bytes % GROUP_BYTES:
             raise ConfigError(
-                f"disk_codec: pages of {spec.page_size_bytes} bytes: must be a multiple of "
+                f"{key}: pages of {spec.page_size_bytes} bytes: must be a multiple of "
                 f"{GROUP_BYTES}, as one scale is for as many bytes"
             )
 

@@ -18,7 +18,7 @@ from vllm.v1.kv_offload.config import OffloadingConfig
 from kvstore.assembly import rows_for
 from kvstore.config import Config, DiskConfig
 from kvstore.errors import ConfigError
-from kvstore.gate import codec_of, read_gate
+from kvstore.gate import codecs_of, read_gate
 from kvstore.observe.metrics.table import METRICS
 from kvstore.types import about
 from kvstore.vllm.checks import (
@@ -124,8 +124,9 @@ class KVStoreOffloadingSpec(OffloadingSpec):
         check_recurrent(self.config, self.engine, tiers=bool(self.store_config.tiers))
         if self.store_config.tiers:
             check_engine_with_tiers(vllm_config)
-        if self.store_config.disk_codec is not None:
-            check_codec(read_gate(self.store_config.disk_codec), self.engine)
+        for key in ("disk_codec", "store_codec"):
+            if (path := getattr(self.store_config, key)) is not None:
+                check_codec(key, read_gate(path), self.engine)
         self.identity = {
             **self.layout.identity,
             **self._engine_identity(),
@@ -138,8 +139,9 @@ class KVStoreOffloadingSpec(OffloadingSpec):
                 logger.warning(HASHES_CHANGE, algorithm, extra=about("server.hashes_change"))
         self._tell_of_others()
         paths = [path for tier in self.store_config.tiers for path in tier.paths]
-        codec = codec_of(self.store_config, self.layout.chunk_bytes, self.identity)
-        told = {} if codec is None else {"codec": codec.identity(self.layout.chunk_bytes)}
+        size = self.layout.chunk_bytes
+        codecs = codecs_of(self.store_config, size, self.identity)
+        told = {name: codec.identity(size) for name, codec in codecs.items()}
         for line in siblings({**self.identity, **told}, paths):
             logger.info("kvstore: not used: %s", line, extra=about("store.not_used", reason=line))
         from kvstore.vllm.tenants import LoRATenantOffloadingManager, TenantOffloadingManager

@@ -70,6 +70,7 @@ NEAR = {
         "directory": "directory sweeper faults/shared_directory",
         "slices": "gate mooncake",
         "sweeper": "sweeper object",
+        "tier": "gate directory tiers/codec object given_up",
         "": "gate directory object given_up",
     },
     "kvstore/connector/": {

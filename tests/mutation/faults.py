@@ -815,6 +815,11 @@ FAULTS = (
             "return None",
         ),
         (
+            "what was encoded for a store is not decoded",
+            "                    self._coder.decode(chunk)\n",
+            "                    self._coder.payload_bytes += 0\n",
+        ),
+        (
             "after a reset the store is asked for what was forgotten",
             "self._begin_epoch(secrets.token_hex(8))",
             "self._begin_epoch(left)",
@@ -854,8 +859,8 @@ FAULTS = (
         ),
         (
             "the newest values leave a store that is full",
-            "for partition, age in sorted(self._counts):",
-            "for partition, age in sorted(self._counts, reverse=True):",
+            "if not self.going.get(partition) or age > self.last[partition]:",
+            "if not self.going.get(partition) or age < self.last[partition]:",
         ),
         (
             "a store that is full takes no account of tenants",

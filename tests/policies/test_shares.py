@@ -42,3 +42,6 @@ def test_the_rest_is_shared_by_weight_and_what_one_leaves_is_the_others() -> Non
     assert places.kept({0: 1000, 1: 1000, 2: 1000}, 1000) == [400, 400, 200, 0]
     assert places.kept({0: 1000, 1: 100, 2: 1000}, 1000) == [550, 100, 350, 0]
     assert places.kept({0: 50, 1: 0, 2: 5000}, 1000) == [50, 0, 950, 0]
+    much = Places(Shares({"a": Share(weight=1e17)}, Share(), 1))
+    assert much.kept({0: 1000, 1: 1000}, 100) == [100, 0]
+    assert much.kept({0: 10, 1: 1000}, 100) == [10, 90]

@@ -21,7 +21,7 @@ from sglang.srt.mem_cache.hicache_storage import HiCacheFile, PoolHitPolicy, Poo
 from sglang.srt.mem_cache.storage.backend_factory import StorageBackendFactory
 from sglang.srt.server_args import ServerArgs
 
-from kvstore.config import Config
+from kvstore.config import Config, TierConfig
 from kvstore.errors import ConfigError, KVStoreError
 from kvstore.sglang.backend import KV
 from kvstore.tiers.disk.io.buffered import BufferedIO
@@ -229,6 +229,17 @@ def test_host_memory_and_disk_are_divided_as_sglang_divides_its_own(tmp_path: Pa
         for name, pool in (("kv", kv), ("mamba", side)):
             share = pool.size * pool.size_per_token / whole
             assert rows[name] == pytest.approx(2**20 * share / 4096, abs=1)
+
+
+def test_the_limit_of_a_shared_directory_is_divided_too(tmp_path: Path) -> None:
+    kv, side = attention("page_first"), states()
+    shared = {"type": "object", "url": tmp_path.as_uri(), "capacity_bytes": "64MiB"}
+    with _backend(kv, extra(None, host="1MiB", tiers=[shared]), side) as one:
+        pools = list(one._pools.values())
+        whole = sum(pool.bytes for pool in pools)
+        given = [one._config_of(pool, pool.bytes / whole).tiers[0] for pool in pools]
+    sizes = [tier.parameters["capacity_bytes"] for tier in given if isinstance(tier, TierConfig)]
+    assert sum(sizes) == pytest.approx(2**26, abs=2)
 
 
 def test_tenants_are_refused_as_nobody_says_whose_a_page_is(tmp_path: Path) -> None:

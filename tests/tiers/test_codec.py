@@ -1,4 +1,4 @@
-"""The codec: what it does to numbers, and a disk tier whose chunks are encoded."""
+"""The codec: what it does to numbers, and disks and stores whose chunks are encoded."""
 
 from __future__ import annotations
 
@@ -25,6 +25,7 @@ from kvstore.tiers.codec import DTYPES, Codec
 from kvstore.tiers.disk import DiskTier
 from kvstore.tiers.disk.format import Geometry
 from kvstore.tiers.pinned import round_to_page
+from kvstore.tiers.remote.record import RECORD_BYTES
 from kvstore.tools.cli import main
 from tests.tiers.support import NAMESPACE, segment_of, some_keys
 
@@ -394,3 +395,76 @@ async def test_the_lane_of_another_process_is_read_decoded(tmp_path: Path, gate:
             found = [bytes(each) for each in chunks]
     assert len(found) == 8
     assert all(is_near(each, kv(key)) for key, each in zip(KEYS, found, strict=False))
+
+
+def shared(folder: Path, gate: Path | None, **more: Any) -> dict[str, Any]:
+    """A host without a disk, and a directory that hosts share."""
+    told = {} if gate is None else {"store_codec": str(gate)}
+    tiers = [{"type": "object", "url": (folder / "share").as_uri()}]
+    return config(folder, None, tiers=tiers, **told, **more)
+
+
+async def put_there(told: dict[str, Any]) -> None:
+    async with kvstore.open(told) as store:
+        await store.put(KEYS[:8], [kv(key) for key in KEYS[:8]])
+        assert await store.flush()
+        assert store.stats().tiers[-1].written == 8
+
+
+async def got_there(told: dict[str, Any]) -> list[bytes]:
+    async with kvstore.open(told) as store:
+        await store.resolve(KEYS[:8])
+        async with store.get(KEYS[:8]) as chunks:
+            return [bytes(each) for each in chunks]
+
+
+def values_in(folder: Path) -> list[Path]:
+    return sorted(path for path in (folder / "share").rglob("*") if len(path.name) > 40)
+
+
+@pytest.mark.parametrize("sealed", [False, True])
+async def test_a_store_holds_half_the_bytes(tmp_path: Path, gate: Path, sealed: bool) -> None:
+    more = {}
+    if sealed:
+        some_keys(tmp_path)
+        more["encryption_keys"] = str(tmp_path / "keys.toml")
+    told = shared(tmp_path, gate, **more)
+    await put_there(told)
+    sizes = {path.stat().st_size for path in values_in(tmp_path)}
+    assert sizes == {Codec.coded_bytes(CHUNK) + RECORD_BYTES}
+    found = await got_there(told)
+    assert len(found) == 8
+    assert all(is_near(each, kv(key)) for key, each in zip(KEYS, found, strict=False))
+    assert found != [kv(key) for key in KEYS[:8]]
+    assert await got_there(shared(tmp_path, None, **more)) == [], "it is another cache"
+    for path in values_in(tmp_path)[:2]:
+        raw = bytearray(path.read_bytes())
+        raw[RECORD_BYTES + 7] ^= 1
+        path.write_bytes(raw)
+    assert len(await got_there(told)) < 8
+
+
+async def test_what_a_disk_has_rounded_is_not_rounded_again_by_a_store(
+    tmp_path: Path, gate: Path
+) -> None:
+    def host(name: str) -> dict[str, Any]:
+        told = shared(tmp_path, gate, disk_codec=str(gate))
+        disk = {"type": "disk", "path": str(tmp_path / name), "capacity_bytes": "4MiB"}
+        return {**told, "tiers": [disk, *told["tiers"]]}
+
+    await put_there(host("one"))
+    from_disk = await got_there(host("one"))
+    from_store = await got_there(host("other"))
+    assert len(from_store) == 8
+    assert from_disk == from_store
+
+
+async def test_a_codec_of_stores_needs_a_store_that_encodes(tmp_path: Path, gate: Path) -> None:
+    with pytest.raises(ConfigError, match="store_codec = .*: there is no store"):
+        await kvstore.open(config(tmp_path / "cache", None, store_codec=str(gate)))
+    mine = shared(tmp_path, gate, identity={**MODEL, "store_codec": "v1"})
+    with pytest.raises(ConfigError, match="the name store_codec is for what kvstore itself says"):
+        await kvstore.open(mine)
+    pytest.importorskip("mooncake.store")
+    with pytest.raises(ConfigError, match="it does not encode chunks: leave it out, or store_cod"):
+        await kvstore.open({**shared(tmp_path, gate), "tiers": [{"type": "mooncake"}]})

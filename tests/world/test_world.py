@@ -21,8 +21,8 @@ import pytest
 from kvstore.api.put import Puts
 from kvstore.core.cascade import Cascades
 from kvstore.core.residency.slots import Slots
+from kvstore.tiers.coding import Coder
 from kvstore.tiers.disk import epoch, extents, lane, recovery, segment
-from kvstore.tiers.disk.coding import Coder
 from kvstore.tiers.disk.format import LiveRecords
 from kvstore.tiers.disk.index import IndexFile
 from kvstore.tiers.disk.segment import Segment

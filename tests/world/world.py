@@ -206,6 +206,8 @@ class World:
         """Chunks that the store of a model may hold; 0 if there is no limit."""
         if self.server is not None:
             SERVERS["share"] = self.server
+            if self.codec is not None and aside.random() < 0.5:
+                self.config["store_codec"] = __file__
             if shape.get("bound", aside.random() < 0.5):
                 self.bound = aside.randrange(PARTS, 3 * PARTS)
         self.enemy: Enemy
@@ -305,7 +307,10 @@ class World:
             most = self.capacity // self.segment_bytes
             tiers[0]["capacity_bytes"] = self.segment_bytes * self.rng.randrange(1, most + 1)
         if self.server is not None:
-            capacity = self.bound * (CHUNK + RECORD_BYTES)
+            size = CHUNK
+            if self.codec is not None and "store_codec" in self.config:
+                size = self.codec.coded_bytes(CHUNK)
+            capacity = self.bound * (size + RECORD_BYTES)
             tiers.append({"type": "simulated", "url": "share", "capacity_bytes": capacity})
         identity = {"model": "sim", "generation": self.generation}
         return {**self.config, "identity": identity, "tiers": tiers}

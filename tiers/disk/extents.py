@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from kvstore.tiers.disk.coding import Coder
+from kvstore.tiers.coding import Coder
 from kvstore.tiers.disk.format import RECORD_BYTES, encode_records
 from kvstore.tiers.disk.io import IOV_MAX, IOBackend, IORequest, Moved
 from kvstore.tiers.disk.segment import Segment

@@ -18,7 +18,7 @@ from kvstore.concurrency import Daemons
 from kvstore.errors import ConfigError, ForeignFileError, KVStoreError, PathUnusableError
 from kvstore.tiers.base import Tier, Transfer, error_of
 from kvstore.tiers.codec import Codec
-from kvstore.tiers.disk.coding import Coder
+from kvstore.tiers.coding import Coder
 from kvstore.tiers.disk.epoch import lost_epoch, read_epoch
 from kvstore.tiers.disk.format import Geometry
 from kvstore.tiers.disk.io import IOBackend

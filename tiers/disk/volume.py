@@ -20,7 +20,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvstore.errors import ConfigError, KVStoreError, PathUnusableError
-from kvstore.tiers.disk.coding import Coder
+from kvstore.tiers.coding import Coder
 from kvstore.tiers.disk.descriptors import (
     NO_DESCRIPTORS,
     SPARE_DESCRIPTORS,

@@ -142,7 +142,7 @@ class DirectoryClient:
         await asyncio.shield(self._looking)
 
     async def _at(self, below: str, work: Callable[[int], Iterable[_T]]) -> list[_T]:
-        """Run `work` on a folder in a thread; return [] if the folder does not exist."""
+        """Run `work` on a folder in a thread; return [] if the folder cannot be used."""
         await self._mounted()
 
         def call() -> list[_T]:
@@ -152,7 +152,7 @@ class DirectoryClient:
                     folder = os.open(".", os.O_RDONLY | os.O_DIRECTORY, dir_fd=entered)
                 finally:
                     os.close(entered)
-            except (FileNotFoundError, NotADirectoryError):
+            except OSError:
                 return []
             try:
                 return list(work(folder))
@@ -269,15 +269,17 @@ def _listed(below: str, within: str, folder: int) -> list[tuple[str, float]]:
     found = []
     try:
         for key in os.listdir(values):
-            try:
-                since = os.stat(key, dir_fd=values, follow_symlinks=False).st_mtime
-            except FileNotFoundError:
-                continue  # It was removed meanwhile, or has its name by now.
-            if not key.startswith("."):
-                found.append((f"{below}/{key}", since))
-            elif since < time.time() - OLD_SECONDS:
-                with contextlib.suppress(FileNotFoundError):
+            # It may be gone meanwhile, or cannot be used: then the others count.
+            with contextlib.suppress(OSError):
+                there = os.stat(key, dir_fd=values, follow_symlinks=False)
+                if not stat.S_ISREG(there.st_mode):
+                    continue
+                if not key.startswith("."):
+                    found.append((f"{below}/{key}", there.st_mtime))
+                elif there.st_mtime < time.time() - OLD_SECONDS:
                     os.unlink(key, dir_fd=values)
+    except OSError:
+        return found
     finally:
         os.close(values)
     if not found:

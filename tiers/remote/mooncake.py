@@ -101,7 +101,7 @@ class MooncakeTier(StoreTier):
 
     moves_have_deadlines = False
 
-    encrypts = False
+    encrypts = encodes = False
     """Rows are moved as they are, by their addresses."""
 
     def __init__(

@@ -44,6 +44,12 @@ _ENDPOINT = re.compile(r"https?://([\w.-]+|\[[0-9A-Fa-f:.]+\])(:\d{1,5})?(/[^?#@
 CONNECTIONS = 32
 """Most requests under way at once."""
 
+REMOVALS = 16
+"""Most of these that remove values: others are waited for."""
+
+PAGE_NAMES = 1000
+"""Values in a portion of a list, as in a page of S3."""
+
 RANGE_BYTES = 4 * 2**20
 """Most bytes of a value that one request reads."""
 
@@ -162,6 +168,7 @@ class _Client:
     def __init__(self, store: Any) -> None:
         self._store = store
         self._free = asyncio.Semaphore(CONNECTIONS)
+        self._removing = asyncio.Semaphore(REMOVALS)
 
     async def exists(self, names: Sequence[str]) -> list[bool]:
         """Ask in waves, until one has no value: nothing after so large a gap is needed."""
@@ -222,8 +229,9 @@ class _Client:
 
     async def remove(self, names: Sequence[str]) -> None:
         async def one(name: str) -> None:
-            with contextlib.suppress(FileNotFoundError):
-                await self._call(lambda: obstore.delete_async(self._store, name))
+            async with self._removing:
+                with contextlib.suppress(FileNotFoundError):
+                    await self._call(lambda: obstore.delete_async(self._store, name))
 
         await self._together([one(name) for name in names])
 
@@ -235,7 +243,7 @@ class _Client:
         for prefix in epochs["common_prefixes"]:
             if prefix.rpartition("/")[2] in but:
                 continue
-            portions = obstore.list(self._store, prefix).__aiter__()
+            portions = obstore.list(self._store, prefix, chunk_size=PAGE_NAMES).__aiter__()
             while (
                 found := await self._call(lambda at=portions: anext(at, None))  # type: ignore[misc]
             ) is not None:

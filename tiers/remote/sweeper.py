@@ -6,7 +6,7 @@ counted by their age, to a second at first, and listed again if there are too ma
 of them go. So a sweep needs little memory, however many values there are. With tenants each
 partition keeps its share of the capacity.
 
-All processes that share a store may sweep it, also at once: a value is removed only once.
+All processes that share a store may sweep it, also at once.
 """
 
 from __future__ import annotations
@@ -33,13 +33,16 @@ __all__ = ["MOST_REMOVED", "PARTS", "Ages", "Sweeper"]
 
 logger = logging.getLogger("kvstore.store")
 
-MOST_REMOVED = 256
+MOST_REMOVED = 128
 """Most values of a call that removes them."""
 
 SWEEP_SECONDS = 3600.0
-"""Most seconds before the first sweep, and between sweeps."""
+"""Most seconds between sweeps, and before the first one where there is no capacity."""
 
-SWEEP_PAUSE = 1.0
+FIRST_SECONDS = 30.0
+"""The same before the first one, of a store of a capacity: few processes live for an hour."""
+
+SWEEP_PAUSE = 0.5
 """Seconds between calls that remove values of unused epochs."""
 
 PARTS = 16
@@ -80,13 +83,15 @@ class Ages:
             going[partition] += count
         kept = [capacity] if partitions is None else partitions.kept(going, capacity)
         going.subtract(dict(enumerate(kept)))
-        oldest: dict[tuple[int, int], int] = {}
+        going = +going
+        excess = Excess(self._seconds, dict(going), {}, {})
         for partition, age in sorted(self._counts):
-            some = min(self._counts[partition, age], going[partition])
-            if some > 0:
-                oldest[partition, age] = some
-                going[partition] -= some
-        return Excess(self._seconds, sum(oldest.values()), oldest)
+            if going[partition] > 0:
+                count = self._counts[partition, age]
+                excess.last[partition] = age
+                excess.staying[partition] = max(0, count - going[partition])
+                going[partition] -= count
+        return excess
 
 
 @dataclass
@@ -94,21 +99,27 @@ class Excess:
     """Values that are to go.
 
     Attributes:
-        count: how many.
-        left: how many of each partition and age are still to be found.
+        going: by partition, how many are still to go.
+        last: the last age of which values go.
+        staying: how many of that age stay: those that are found first. So others who sweep at the
+            same time remove the same values.
     """
 
     seconds: int
-    count: int
-    left: dict[tuple[int, int], int]
+    going: dict[int, int]
+    last: dict[int, int]
+    staying: dict[int, int]
 
     def takes(self, partition: int, since: float) -> bool:
-        """Whether this value is one of them."""
-        which = partition, int(since) // self.seconds
-        left = self.left.get(which, 0)
-        if left:
-            self.left[which] = left - 1
-        return left > 0
+        """Whether this value, the next that is found, is one of them."""
+        age = int(since) // self.seconds
+        if not self.going.get(partition) or age > self.last[partition]:
+            return False
+        if age == self.last[partition] and self.staying[partition]:
+            self.staying[partition] -= 1
+            return False
+        self.going[partition] -= 1
+        return True
 
 
 class Sweeper:
@@ -141,6 +152,7 @@ class Sweeper:
         self._stored = 0
         self._due = asyncio.Event()
         self._sweeping = asyncio.Lock()
+        self._failed = False
 
     def stored(self, count: int) -> None:
         """Note that this process has stored so many values."""
@@ -148,13 +160,23 @@ class Sweeper:
         if self._capacity is not None and self._stored >= self._capacity // PARTS:
             self._due.set()
 
+    async def leave(self, epoch: str) -> None:
+        """Note that this process has left an epoch of its own, which the next sweep removes."""
+        self.left.add(epoch)
+        self._due.set()
+
     async def run(self) -> None:
         """Sweep whenever it is time."""
+        wait = SWEEP_SECONDS if self._capacity is None else FIRST_SECONDS
         while True:
             with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(SWEEP_SECONDS):
+                async with asyncio.timeout(wait):
                     await self._due.wait()
-            await self.sweep()
+            wait = SWEEP_SECONDS
+            try:
+                await self.sweep()
+            except Exception:
+                logger.exception("a sweep raised", extra=about("store.not_swept"))
 
     async def sweep(self) -> None:
         """Sweep once, as far as the client can list values."""
@@ -164,12 +186,27 @@ class Sweeper:
             client, left = self._reached(), set(self.left)
             if not isinstance(client, ListingClient):
                 return
-            # What cannot be removed now is found by the next sweep.
-            with contextlib.suppress(StoreError):
+            try:
                 ages = await self._remove_unused(client, left)
                 self.left -= left
                 if self._capacity is not None:
                     await self._remove_oldest(client, ages, self._capacity)
+            except StoreError as error:
+                # What cannot be removed now is found by the next sweep.
+                self._tell(error)
+            else:
+                self._failed = False
+
+    def _tell(self, error: StoreError) -> None:
+        """Log that a store of a capacity cannot be swept, once."""
+        if self._capacity is not None and not self._failed:
+            self._failed = True
+            logger.warning(
+                "%s: the store cannot be swept (%s): it may grow beyond its capacity",
+                self._place,
+                error,
+                extra=about("store.not_swept", place=self._place, error=error),
+            )
 
     async def _remove_unused(self, client: ListingClient, left: set[str]) -> Ages:
         """Remove values of epochs that nobody uses, and count the others if there is a capacity."""
@@ -185,14 +222,15 @@ class Sweeper:
                     ages.add(self._partition(key), since)
             for start in range(0, len(unused), MOST_REMOVED):
                 await self._remove(unused[start : start + MOST_REMOVED])
-                await asyncio.sleep(SWEEP_PAUSE)
+                await asyncio.sleep(SWEEP_PAUSE if self._capacity is None else 0)
         return ages
 
     async def _remove_oldest(self, client: ListingClient, ages: Ages, capacity: int) -> None:
         excess = ages.excess(capacity - capacity // PARTS, self._partitions)
-        if not excess.count:
+        if not excess.going:
             return
         going: list[str] = []
+        removed = 0
         async for found in client.listed(self._place, ()):
             for name, since in found:
                 key = _key_of(name)
@@ -203,15 +241,17 @@ class Sweeper:
                     await self._remove(going)
                     going = []
                 going.append(name)
+                removed += 1
         if going:
             await self._remove(going)
-        logger.info(
-            "%s: the %d oldest chunks were removed from the store, which may hold %d",
-            self._place,
-            excess.count,
-            capacity,
-            extra=about("store.shrunk", place=self._place, chunks=excess.count),
-        )
+        if removed:
+            logger.info(
+                "%s: the %d oldest chunks were removed from the store, which may hold %d",
+                self._place,
+                removed,
+                capacity,
+                extra=about("store.shrunk", place=self._place, chunks=removed),
+            )
 
     def _partition(self, key: bytes) -> int:
         return 0 if self._partitions is None else self._partitions.of(key)

@@ -22,9 +22,11 @@ import time
 from abc import abstractmethod
 from collections import deque
 from collections.abc import Callable, Coroutine, Iterable, Sequence
+from functools import partial
 from typing import Any, TypeVar
 
 from kvstore.tiers.base import Tier, Transfer, error_of
+from kvstore.tiers.coding import Coder
 from kvstore.tiers.disk.digest import digest
 from kvstore.tiers.disk.namespace import Namespace
 from kvstore.tiers.pinned import PinnedRegion
@@ -76,7 +78,8 @@ class StoreTier(Tier):
     outside host memory.
 
     Args:
-        place: namespace, identity and chunk size, and the keys with which chunks are encrypted.
+        place: namespace, identity and chunk size, the keys with which chunks are encrypted, and the
+            codec with which they are encoded.
         timeout_s: seconds after which a call to the store has failed.
         capacity_bytes: most bytes of chunks in the store, of this model, beyond which the oldest
             are removed; 0 if that is the store's own affair.
@@ -84,6 +87,7 @@ class StoreTier(Tier):
 
     is_store = True
     encrypts = True
+    encodes = True
 
     batch_bytes = 8 * 2**20
     """Most payload bytes of one call to the client, unless a single chunk is larger."""
@@ -98,23 +102,34 @@ class StoreTier(Tier):
     def __init__(self, place: TierPlace, *, timeout_s: float, capacity_bytes: int = 0) -> None:
         if not 0 < timeout_s < math.inf:
             raise ValueError(f"timeout_s = {timeout_s}: must be above 0 and finite")
-        capacity = capacity_bytes // (place.chunk_bytes + RECORD_BYTES)
+        self._chunk_bytes = place.chunk_bytes
+        self._codec = place.codec
+        self._payload_bytes = Coder(None, self._codec, self._chunk_bytes).payload_bytes
+        capacity = capacity_bytes // (self._payload_bytes + RECORD_BYTES)
         if capacity_bytes and capacity < PARTS:
-            raise ValueError(f"capacity_bytes = {capacity_bytes}: {PARTS} chunks must fit")
+            least = PARTS * (self._payload_bytes + RECORD_BYTES)
+            raise ValueError(
+                f"capacity_bytes = {capacity_bytes}: must be 0, or {least} at least, which is room "
+                f"for {PARTS} chunks"
+            )
         # An operator may choose the namespace's name, so the identity is always included.
         digest = Namespace(place.namespace, place.identity).digest
         self._place = f"{place.namespace}/{digest[:DIGEST_LETTERS]}"
         self._keys = place.keys
         self._keys_seen = 0
-        self._chunk_bytes = place.chunk_bytes
         self._timeout = timeout_s
         self._client: StoreClient | None = None
         room = self.calls_at_once * self.batch_bytes
         self._reading, self._writing = (Gate(self.calls_at_once, room) for _ in range(2))
-        self._asking = Gate(QUESTIONS_AT_ONCE, 0)
+        self._asking, self._sweeping = Gate(QUESTIONS_AT_ONCE, 0), Gate(1, 0)
         self._orders = itertools.count()
         self._sweeper = Sweeper(
-            self._place, capacity or None, place.partitions, self._reached, self._remove
+            self._place,
+            capacity or None,
+            place.partitions,
+            self._reached,
+            # Nobody else waits for it, nor fails if it takes too long.
+            partial(self._remove, self._sweeping),
         )
         self._begin_epoch(SHARED_EPOCH)
 
@@ -134,11 +149,14 @@ class StoreTier(Tier):
         self._region = region
         self._loop = ClientLoop(f"kvstore-{self.address}", self._close)
         self._loop.begin(self._sweeper.run)
-        return RecoveredTier(self.address, "remote", [], 1, [], 0)
+        return RecoveredTier(
+            self.address, "remote", [], 1, [], 0, payload_bytes=self._payload_bytes
+        )
 
     @property
     def description(self) -> str:
-        return f"store {self.address}, {self._place}"
+        told = "" if self._codec is None else f", {self._codec}"
+        return f"store {self.address}, {self._place}{told}"
 
     async def holds(self, keys: Sequence[bytes]) -> Transfer:
         if not keys:
@@ -146,7 +164,9 @@ class StoreTier(Tier):
 
         async def ask() -> list[bool]:
             self._recall_keyless()
-            found = await self._answer(lambda client: client.exists(self._names(keys)))
+            found = await self._answer(
+                self._asking, lambda client: client.exists(self._names(keys))
+            )
             now = time.monotonic()
             return [
                 there and self._bad.get(key, -math.inf) + BAD_LASTS < now
@@ -176,14 +196,14 @@ class StoreTier(Tier):
         # Random, so that two processes never choose the same epoch.
         self._begin_epoch(secrets.token_hex(8))
         if left != SHARED_EPOCH:
-            self._sweeper.left.add(left)
-            self._loop.begin(self._sweeper.sweep)
+            self._loop.begin(partial(self._sweeper.leave, left))
         return []
 
     async def erase(self, keys: Sequence[bytes]) -> str | None:
         async def remove() -> None:
             for start in range(0, len(keys), MOST_REMOVED):
-                await self._remove(self._names(keys[start : start + MOST_REMOVED]))
+                names = self._names(keys[start : start + MOST_REMOVED])
+                await self._remove(self._asking, names)
 
         try:
             await self._loop.run(remove())
@@ -217,7 +237,7 @@ class StoreTier(Tier):
         self, move: _Move, keys: Sequence[bytes], rows: Sequence[int]
     ) -> Transfer:
         """Move chunks in batches, until a call fails as a whole."""
-        size = max(1, min(self.batch_bytes // self._chunk_bytes, MOST_CHUNKS))
+        size = max(1, min(self.batch_bytes // self._payload_bytes, MOST_CHUNKS))
         parts = [slice(start, start + size) for start in range(0, len(keys), size)]
         done = Transfer([])
         errors: list[str] = []
@@ -229,7 +249,7 @@ class StoreTier(Tier):
             errors.extend(filter(None, batch))
 
         order = next(self._orders)
-        calls = (move(keys[part], self._payloads(rows[part]), order) for part in parts)
+        calls = (move(keys[part], self._chunks(rows[part]), order) for part in parts)
         try:
             await self._loop.run(_two_at_once(calls, note))
         except StoreError as fault:
@@ -243,16 +263,19 @@ class StoreTier(Tier):
         return done
 
     async def _read(
-        self, keys: Sequence[bytes], payloads: Sequence[memoryview], order: int
+        self, keys: Sequence[bytes], chunks: Sequence[memoryview], order: int
     ) -> list[str | None]:
         names = self._names(keys)
+        payloads = [chunk[: self._payload_bytes] for chunk in chunks]
         records = await self._in_turn(
             self._reading, order, payloads, lambda client: client.get(names, payloads)
         )
         errors: list[str | None] = []
-        for key, record, payload in zip(keys, records, payloads, strict=True):
+        for key, record, payload, chunk in zip(keys, records, payloads, chunks, strict=True):
             if isinstance(record, bytes):
                 errors.append(self._fault(key, record, payload))
+                if errors[-1] is None and self._coder is not None:
+                    self._coder.decode(chunk)
             else:
                 errors.append(GONE if record is None else record)
             if type(errors[-1]) is not Unread:
@@ -277,30 +300,31 @@ class StoreTier(Tier):
 
     def _fault(self, key: bytes, record: bytes, payload: memoryview) -> str | None:
         """What is wrong with a payload that was read, or None; a sealed one is opened in place."""
-        proof = decode(record, key, self._chunk_bytes, self._seed)
+        proof = decode(record, key, self._payload_bytes, self._seed)
         if proof is None:
             return WRONG
-        if self._sealer is None:
+        sealer = None if self._coder is None else self._coder.sealer
+        if sealer is None:
             return None if proof == digest(payload) else WRONG
-        if not self._sealer.has_key(key, proof):
+        if not sealer.has_key(key, proof):
             return NO_KEY if len(proof) == SEAL_BYTES else WRONG
-        return None if self._sealer.open(key, 0, proof, payload) else WRONG
+        return None if sealer.open(key, 0, proof, payload) else WRONG
 
     async def _write(
-        self, keys: Sequence[bytes], payloads: Sequence[memoryview], order: int
+        self, keys: Sequence[bytes], chunks: Sequence[memoryview], order: int
     ) -> list[str | None]:
-        chunks, seed, sealer = (keys, payloads, self._names(keys)), self._seed, self._sealer
+        named, seed, coder = (keys, chunks, self._names(keys)), self._seed, self._coder
         replaced = False
 
         def put(client: StoreClient) -> Coroutine[Any, Any, list[str | None]]:
             nonlocal replaced
             replaced = any(key in self._bad for key in keys)
-            return self._put(chunks, seed, sealer, replaced, client)
+            return self._put(named, seed, coder, replaced, client)
 
-        errors = await self._in_turn(self._writing, order, payloads, put)
+        errors = await self._in_turn(self._writing, order, chunks, put)
         if not replaced and any(key in self._bad for key in keys):
             # A value was found invalid in the meantime, and this call left it as it was.
-            errors = await self._in_turn(self._writing, order, payloads, put)
+            errors = await self._in_turn(self._writing, order, chunks, put)
         for key, error in zip(keys, errors, strict=True):
             if error is None and replaced:
                 self._bad.pop(key, None)
@@ -309,30 +333,32 @@ class StoreTier(Tier):
 
     async def _put(
         self,
-        chunks: tuple[Sequence[bytes], Sequence[memoryview], Sequence[str]],
+        named: tuple[Sequence[bytes], Sequence[memoryview], Sequence[str]],
         seed: int,
-        sealer: Sealer | None,
+        coder: Coder | None,
         replace: bool,
         client: StoreClient,
     ) -> list[str | None]:
         """Store chunks, whose turn has come: no more memory is lent than calls are under way."""
-        keys, payloads, names = chunks
-        plain = contextlib.nullcontext((payloads, [] if sealer else list(map(digest, payloads))))
-        with sealer.sealed(keys, payloads) if sealer else plain as (values, proofs):
-            each = zip(keys, proofs, strict=True)
-            records = [encode(key, self._chunk_bytes, proof, seed) for key, proof in each]
+        keys, chunks, names = named
+        plain = contextlib.nullcontext((chunks, [b""] * len(chunks)))
+        with coder.encoded(keys, chunks) if coder else plain as (payloads, seals):
+            records = [
+                encode(key, self._payload_bytes, seal or digest(payload), seed)
+                for key, payload, seal in zip(keys, payloads, seals, strict=True)
+            ]
             more = {"replace": True} if replace else {}
-            return await client.put(names, records, values, **more)
+            return await client.put(names, records, payloads, **more)
 
-    async def _answer(self, ask: _Call[_T]) -> _T:
+    async def _answer(self, gate: Gate, ask: _Call[_T]) -> _T:
         """Make a call that moves no payloads."""
-        return await self._in_time(self._asking, next(self._orders), 0, self._timeout, ask)
+        return await self._in_time(gate, next(self._orders), 0, self._timeout, ask)
 
     async def _in_turn(
         self, gate: Gate, order: int, payloads: Sequence[memoryview], move: _Call[_T]
     ) -> _T:
         """Make a call that moves payloads."""
-        size = len(payloads) * self._chunk_bytes
+        size = len(payloads) * self._payload_bytes
         limit = self._timeout if self.moves_have_deadlines else None
         result = await self._in_time(gate, order, size, limit, move)
         # Let the next call begin before the digests of this one are computed.
@@ -363,23 +389,25 @@ class StoreTier(Tier):
         if client is not None:
             await client.close()
 
-    def _payloads(self, rows: Sequence[int]) -> list[memoryview]:
-        return [self._region.row(row)[: self._chunk_bytes] for row in rows]
+    def _chunks(self, rows: Sequence[int]) -> list[memoryview]:
+        size = max(self._chunk_bytes, self._payload_bytes)
+        return [self._region.row(row)[:size] for row in rows]
 
     def _names(self, keys: Sequence[bytes]) -> list[str]:
         return [f"{self._prefix}{key.hex()}" for key in keys]
 
-    async def _remove(self, names: Sequence[str]) -> None:
+    async def _remove(self, gate: Gate, names: Sequence[str]) -> None:
         async def remove(client: StoreClient) -> None:
             await client.remove(names)
 
-        await self._answer(remove)
+        await self._answer(gate, remove)
 
     def _begin_epoch(self, epoch: str) -> None:
         self._epoch = self._sweeper.epoch = epoch
         self._prefix = f"{self._place}/{epoch}/"
         self._seed = seed_of(self._prefix)
-        self._sealer = None if self._keys is None else Sealer(self._keys, self._prefix)
+        sealer = None if self._keys is None else Sealer(self._keys, self._prefix)
+        self._coder = Coder.of(sealer, self._codec, self._chunk_bytes)
         # Keys whose values were found invalid, and when.
         self._bad: dict[bytes, float] = {}
         # Those of them whose values are encrypted with keys that were not known.

@@ -139,7 +139,7 @@ async def test_no_more_memory_is_lent_than_calls_are_under_way(tmp_path: Path) -
         writes = [bench.store(keys[at : at + 4], [0] * 4) for at in range(0, 64, 4)]
         done = await asyncio.gather(*writes)
         assert all(all(each.ok) for each in done)
-        assert tier._sealer is not None
-        assert len(tier._sealer.scratch._memory) <= tier.calls_at_once
+        assert tier._coder is not None
+        assert len(tier._coder.scratch._memory) <= tier.calls_at_once
     finally:
         await bench.close()

@@ -34,6 +34,7 @@ from kvstore.tiers.remote.directory import DirectoryClient  # noqa: E402
 from kvstore.tiers.remote.mount import MARK, Mount  # noqa: E402
 from kvstore.tiers.remote.object import CONNECTIONS, RANGE_BYTES, ObjectTier  # noqa: E402
 from kvstore.tiers.remote.record import RECORD_BYTES  # noqa: E402
+from kvstore.tiers.remote.sweeper import MOST_REMOVED  # noqa: E402
 
 PLACE = TierPlace("place", {"model": "tiny"}, 8000)
 

@@ -1,7 +1,10 @@
-"""Coding: the form that payloads have on disk: encoded by a codec, sealed, or first one and then
+"""Coding: the form that payloads have in a tier: encoded by a codec, sealed, or first one and then
 the other."""
 
 from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 from kvstore.tiers.codec import Codec
 from kvstore.tiers.pages import Scratch
@@ -16,6 +19,7 @@ class Coder:
     Attributes:
         sealer: seals and opens payloads, where they are sealed.
         scratch: memory for payloads that are to be written.
+        payload_bytes: of what is written.
 
     Args:
         codec: encodes and decodes them, where they are encoded.
@@ -27,6 +31,7 @@ class Coder:
         self.scratch = Scratch() if sealer is None else sealer.scratch
         self._codec = codec
         self._chunk_bytes = chunk_bytes
+        self.payload_bytes = chunk_bytes if codec is None else codec.coded_bytes(chunk_bytes)
 
     @classmethod
     def of(cls, sealer: Sealer | None, codec: Codec | None, chunk_bytes: int) -> Coder | None:
@@ -40,10 +45,28 @@ class Coder:
         payload = row[: self._chunk_bytes]
         if self._codec is not None:
             self._codec.encode(payload, out)
-            payload = out[: self._codec.coded_bytes(self._chunk_bytes)]
+            payload = out[: self.payload_bytes]
         if self.sealer is not None:
             return self.sealer.seal(key, epoch, payload, out)
         return b""
+
+    @contextmanager
+    def encoded(
+        self, keys: Sequence[bytes], rows: Sequence[memoryview]
+    ) -> Iterator[tuple[list[memoryview], list[bytes]]]:
+        """Lend the payloads of chunks of epoch 0, and their seals, for a block.
+
+        Nothing may use the memory any more when the block ends.
+        """
+        size = self.payload_bytes
+        memory = self.scratch.lend(size * len(rows))
+        try:
+            view = memoryview(memory)
+            parts = [view[at * size : (at + 1) * size] for at in range(len(rows))]
+            each = zip(keys, rows, parts, strict=True)
+            yield parts, [self.encode(key, 0, row, part) for key, row, part in each]
+        finally:
+            self.scratch.take_back(memory)
 
     def decode(self, row: memoryview) -> None:
         """Turn a payload at the beginning of `row`, which has been opened, into the chunk."""
