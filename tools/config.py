@@ -283,7 +283,12 @@ def _not_created(tier: TierConfig, config: Config) -> str:
     if str(tier.parameters.get("url", "")).startswith("file:"):
         return ""
     try:
-        place = TierPlace("check", {}, config.chunk_bytes or 1, key_ring(config))
+        size, codec = config.chunk_bytes or 2, None
+        if tier.is_store:
+            # What is wrong with the codec itself is told of its own key.
+            with contextlib.suppress(ConfigError):
+                codec = codecs_of(config, size, config.identity).get("store_codec")
+        place = TierPlace("check", {}, size, key_ring(config), codec=codec)
         create_tier(tier.type, place, tier.parameters)
     except ValueError as error:
         return str(error)

@@ -229,7 +229,9 @@ def _arguments(text: str) -> dict[str, Any]:
 def add_gate(command: argparse.ArgumentParser) -> None:
     """Add the arguments of the command."""
     command.add_argument("model", help="the model, as vLLM takes it")
-    command.add_argument("file", type=Path, help="the file to write, for disk_codec")
+    command.add_argument(
+        "file", type=Path, help="the file to write, for disk_codec and store_codec"
+    )
     command.add_argument(
         "--prompts",
         type=Path,

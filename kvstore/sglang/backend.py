@@ -20,6 +20,7 @@ from sglang.srt.mem_cache.hicache_storage import (
 from kvstore.config import Config, DiskConfig, TierConfig
 from kvstore.core.reports import Complaints
 from kvstore.errors import ConfigError, KVStoreError
+from kvstore.gate import read_gate
 from kvstore.observe.logs import warn_with
 from kvstore.sglang.pool import Pool, keys_of
 from kvstore.sizes import parse_size
@@ -138,6 +139,12 @@ class HiCacheKVStore(HiCacheStorage):
 
     def _config_of(self, pool: Pool, share: float) -> Config:
         whole = self._config
+        held = str(pool.format["dtype"]).removeprefix("torch.")
+        for key, path in (("disk_codec", whole.disk_codec), ("store_codec", whole.store_codec)):
+            if path is not None and (dtype := read_gate(path).dtype) != held:
+                raise ConfigError(
+                    f"{key}: the codec encodes {dtype}, and SGLang's pool {pool.name} has {held}"
+                )
         given = dict(whole.identity or {})
         tiers = [_divided(tier, share) for tier in whole.tiers]
         return attrs.evolve(

@@ -23,6 +23,7 @@ from sglang.srt.server_args import ServerArgs
 
 from kvstore.config import Config, TierConfig
 from kvstore.errors import ConfigError, KVStoreError
+from kvstore.gate import Gate
 from kvstore.sglang.backend import KV
 from kvstore.tiers.disk.io.buffered import BufferedIO
 from kvstore.tools.cli import main
@@ -245,6 +246,16 @@ def test_the_limit_of_a_shared_directory_is_divided_too(tmp_path: Path) -> None:
 def test_tenants_are_refused_as_nobody_says_whose_a_page_is(tmp_path: Path) -> None:
     told = _backend(attention("page_first"), extra(tmp_path, tenants={}))
     with pytest.raises(ConfigError, match="tenants: SGLang does not say"), told:
+        pass
+
+
+def test_a_codec_of_other_numbers_is_refused(tmp_path: Path) -> None:
+    Gate("int8", "bfloat16", {}, {}).write(tmp_path / "gate")
+    told = extra(tmp_path / "kv", disk_codec=str(tmp_path / "gate"))
+    refused = pytest.raises(ConfigError, match="the codec encodes bfloat16, and SGLang's pool kv")
+    with refused, _backend(attention("page_first"), told):
+        pass
+    with _backend(attention("page_first", dtype=torch.bfloat16), told):
         pass
 
 

@@ -4,15 +4,22 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from random import Random
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 
 import kvstore
+from kvstore import plugins
 from kvstore.config import Config
 from kvstore.config.describe import reference, sample
+from kvstore.gate import Gate
+from kvstore.tiers.codec import Codec
+from kvstore.tiers.remote.record import RECORD_BYTES
 from kvstore.tools.cli import main
 from tests.store.support import small
+from tests.world.share import SERVERS, ShareServer, ShareTier
 
 PAGE = Path(__file__).resolve().parents[2] / "docs/configuration.md"
 
@@ -137,6 +144,25 @@ def test_what_will_fail_is_told_before_it_does(
     told = capsys.readouterr().out
     assert message in told
     assert told.endswith("kvstore.toml: cannot be used here\n")
+
+
+def test_a_store_is_checked_with_its_codec(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    Gate("int8", "bfloat16", {}, {}).write(tmp_path / "gate")
+    least = 16 * (Codec.coded_bytes(4096) + RECORD_BYTES)
+
+    def check(capacity: int) -> int:
+        tier = f'[{{type = "simulated", capacity_bytes = {capacity}}}]'
+        codec = f'"{tmp_path}/gate"'
+        told = toml(tmp_path, tiers=tier, store_codec=codec)
+        return main(["config", "check", written(tmp_path, told)])
+
+    kinds = patch.dict(plugins._kinds.classes, {ShareTier.name: ShareTier})
+    with kinds, patch.dict(SERVERS, {"share": ShareServer(Random(0))}):
+        assert check(least) == 0
+        assert check(least - 1) == 1
+    assert f"must be 0, or {least} at least, which is room for 16" in capsys.readouterr().out
 
 
 def test_a_path_that_cannot_be_a_folder_is_told(

@@ -19,6 +19,7 @@ from collections.abc import AsyncIterator, Callable, Collection, Iterable, Seque
 from functools import partial
 from typing import TypeVar
 
+from kvstore.errors import PathUnusableError
 from kvstore.tiers.remote.client import StoreError, Unread, in_waves
 from kvstore.tiers.remote.loop import in_thread
 from kvstore.tiers.remote.mount import Mount
@@ -34,6 +35,9 @@ THREADS = 8
 
 OLD_SECONDS = 3600.0
 """Age from which a file with a temporary name, or an empty folder, is a leftover."""
+
+NOT_OURS = {errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.EACCES, errno.EPERM}
+"""Errors of what is no folder of values, and is left alone."""
 
 READ_SECONDS = 600.0
 """So exactly is it known when a value was last read."""
@@ -142,7 +146,7 @@ class DirectoryClient:
         await asyncio.shield(self._looking)
 
     async def _at(self, below: str, work: Callable[[int], Iterable[_T]]) -> list[_T]:
-        """Run `work` on a folder in a thread; return [] if the folder cannot be used."""
+        """Run `work` on a folder in a thread; return [] if there is none, or it is not ours."""
         await self._mounted()
 
         def call() -> list[_T]:
@@ -152,8 +156,10 @@ class DirectoryClient:
                     folder = os.open(".", os.O_RDONLY | os.O_DIRECTORY, dir_fd=entered)
                 finally:
                     os.close(entered)
-            except OSError:
-                return []
+            except OSError as error:
+                if isinstance(error, PathUnusableError) or error.errno in NOT_OURS:
+                    return []
+                raise
             try:
                 return list(work(folder))
             finally:
@@ -264,8 +270,10 @@ def _listed(below: str, within: str, folder: int) -> list[tuple[str, float]]:
     """
     try:
         values = os.open(within, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW, dir_fd=folder)
-    except OSError:
-        return []
+    except OSError as error:
+        if error.errno in NOT_OURS:
+            return []
+        raise
     found = []
     try:
         for key in os.listdir(values):
@@ -278,8 +286,6 @@ def _listed(below: str, within: str, folder: int) -> list[tuple[str, float]]:
                     found.append((f"{below}/{key}", there.st_mtime))
                 elif there.st_mtime < time.time() - OLD_SECONDS:
                     os.unlink(key, dir_fd=values)
-    except OSError:
-        return found
     finally:
         os.close(values)
     if not found:

@@ -44,8 +44,8 @@ _ENDPOINT = re.compile(r"https?://([\w.-]+|\[[0-9A-Fa-f:.]+\])(:\d{1,5})?(/[^?#@
 CONNECTIONS = 32
 """Most requests under way at once."""
 
-REMOVALS = 16
-"""Most of these that remove values: others are waited for."""
+REMOVALS = 4
+"""Most requests under way that remove values, beside all others."""
 
 PAGE_NAMES = 1000
 """Values in a portion of a list, as in a page of S3."""
@@ -228,12 +228,15 @@ class _Client:
         return await self._together([one(*value) for value in zip(names, payloads, strict=True)])
 
     async def remove(self, names: Sequence[str]) -> None:
-        async def one(name: str) -> None:
-            async with self._removing:
-                with contextlib.suppress(FileNotFoundError):
-                    await self._call(lambda: obstore.delete_async(self._store, name))
+        """Remove them in one request, where the service has such a request."""
+        try:
+            await self._call(lambda: obstore.delete_async(self._store, [*names]), self._removing)
+        except FileNotFoundError:
+            await self._together([self._remove(name) for name in names])
 
-        await self._together([one(name) for name in names])
+    async def _remove(self, name: str) -> None:
+        with contextlib.suppress(FileNotFoundError):
+            await self._call(lambda: obstore.delete_async(self._store, name), self._removing)
 
     async def listed(
         self, place: str, but: Collection[str]
@@ -283,14 +286,19 @@ class _Client:
             raise
         return size, part
 
-    async def _call(self, call: Callable[[], Awaitable[_T]]) -> _T:
+    async def _call(
+        self, call: Callable[[], Awaitable[_T]], free: asyncio.Semaphore | None = None
+    ) -> _T:
         """Send a request once a connection is free.
+
+        Args:
+            free: of other connections than most requests.
 
         Raises:
             FileNotFoundError: if there is no such object.
             StoreError: for any other failure.
         """
-        async with self._free:
+        async with free or self._free:
             try:
                 return await call()
             except FileNotFoundError:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import os
 import time
 from collections import Counter
@@ -19,6 +20,7 @@ from kvstore.testing.bench import TierBench, key_of
 from kvstore.tiers.remote import sweeper
 from kvstore.tiers.remote.client import StoreError
 from kvstore.tiers.remote.directory import DirectoryClient
+from kvstore.tiers.remote.mount import Mount
 from kvstore.tiers.remote.object import ObjectTier
 from kvstore.tiers.remote.record import RECORD_BYTES
 from kvstore.tiers.remote.sweeper import PARTS, Ages
@@ -214,6 +216,32 @@ async def test_what_is_odd_in_a_directory_keeps_nothing_else_there(
     assert "swept" not in caplog.text
     assert len([each for each in caplog.records if "oldest" in each.message]) == 1
     await writer.close()
+    await bench.close()
+
+
+@pytest.mark.parametrize("number", [errno.EMFILE, errno.EIO])
+async def test_a_directory_that_cannot_be_read_does_not_count_as_empty(
+    tmp_path: Path, opened: Any, number: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    bench = opened()
+    await bench.tier.clear()
+    await store(bench, keys_of(range(1)))
+    left = bench.tier._epoch
+    real = Mount.enter
+
+    def enter(self: Mount, below: str, *, make: bool) -> int:
+        if below.endswith(left):
+            raise OSError(number, os.strerror(number))
+        return real(self, below, make=make)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Mount, "enter", enter)
+        await bench.tier.clear()
+        await sweep(bench)
+    assert "the store cannot be swept" in caplog.text
+    assert len(files(tmp_path)) == 1
+    await sweep(bench)
+    assert not files(tmp_path)
     await bench.close()
 
 
