@@ -137,6 +137,7 @@ class Completion:
             may be intact. A chunk that failed and is not among them is lost. For ASK, the keys
             without an answer.
         ended: when the move ended, by the clock of the core; None if only the receiver can tell.
+        removed: chunks that a store has removed to make room, since it last said so.
     """
 
     move_id: int
@@ -148,6 +149,7 @@ class Completion:
     found: list[tuple[bytes, int]] = field(default_factory=list)
     unread: Sequence[int] = ()
     ended: float | None = None
+    removed: int = 0
 
     def ended_by(self, now: float) -> float:
         """Return when the move ended; `now` if that is not known."""

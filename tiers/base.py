@@ -50,11 +50,13 @@ class Transfer:
         error: the error message, if any failed.
         unread: indices of keys that `read` or `relocate` could not copy this time, but that may be
             intact. A chunk that failed and is not among them is lost.
+        removed: how many chunks a store has removed to make room, since it last said so.
     """
 
     ok: list[bool]
     error: str | None = None
     unread: Sequence[int] = ()
+    removed: int = 0
 
 
 def error_of(first: str | None, ok: Sequence[bool]) -> str | None:

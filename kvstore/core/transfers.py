@@ -172,6 +172,7 @@ class Transfers:
             self._log(message)
         if completion.error is not None:
             tier.count("errors")
+        tier.index.count_evicted(completion.removed)
         overtaken = move.id in self.orphans
         if tier.store is not None and not overtaken and move.op in (Op.ASK, Op.PROMOTE):
             message = tier.store.ended(move, completion, now)

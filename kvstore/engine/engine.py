@@ -237,7 +237,7 @@ class Engine:
             return Completion(move.id, done.ok, error=done.error, unread=done.unread)
         if move.op is Op.CASCADE:
             done = await tier.write(move.keys, move.slots, move.rows)
-            return Completion(move.id, done.ok, error=done.error)
+            return Completion(move.id, done.ok, error=done.error, removed=done.removed)
         if move.op is Op.ASK:
             done = await tier.holds(move.keys)
             return Completion(move.id, done.ok, error=done.error, unread=done.unread)

@@ -92,6 +92,10 @@ async def test_a_share_of_a_capacity_keeps_to_each_tenant_what_is_guaranteed(
                 await saved(other)
             capacity = 512 * 1024 // (CHUNK + RECORD_BYTES)
             await until_async(lambda: len(values(tmp_path / "shared")) <= capacity)
+            more = kvstore.tenant_keys("bob", keys_of("more", 1))
+            assert await other.put(more, payloads(more)) == 1
+            await saved(other)
+            assert other.stats().tiers[-1].evicted > 0
     async with kvstore.open(config) as third:
         assert await third.resolve(hers) == len(hers)
 

@@ -99,6 +99,7 @@ class Excess:
     """Values that are to go.
 
     Attributes:
+        seconds: of one age.
         going: by partition, how many are still to go.
         last: the last age of which values go.
         staying: how many of that age stay: those that are found first. So others who sweep at the
@@ -150,6 +151,7 @@ class Sweeper:
         self._place, self._capacity, self._partitions = place, capacity, partitions
         self._reached, self._remove = reached, remove
         self._stored = 0
+        self._removed = self._told = 0
         self._due = asyncio.Event()
         self._sweeping = asyncio.Lock()
         self._failed = False
@@ -159,6 +161,12 @@ class Sweeper:
         self._stored += count
         if self._capacity is not None and self._stored >= self._capacity // PARTS:
             self._due.set()
+
+    def tell_removed(self) -> int:
+        """Return how many of the oldest values were removed since the last call, on any thread."""
+        removed, told = self._removed, self._told
+        self._told = removed
+        return removed - told
 
     async def leave(self, epoch: str) -> None:
         """Note that this process has left an epoch of its own, which the next sweep removes."""
@@ -230,7 +238,7 @@ class Sweeper:
         if not excess.going:
             return
         going: list[str] = []
-        removed = 0
+        before = self._removed
         async for found in client.listed(self._place, ()):
             for name, since in found:
                 key = _key_of(name)
@@ -238,13 +246,12 @@ class Sweeper:
                     continue
                 # The names of a call are of one epoch.
                 if len(going) == MOST_REMOVED or (going and epoch_of(going[0]) != epoch_of(name)):
-                    await self._remove(going)
+                    await self._remove_some(going)
                     going = []
                 going.append(name)
-                removed += 1
         if going:
-            await self._remove(going)
-        if removed:
+            await self._remove_some(going)
+        if removed := self._removed - before:
             logger.info(
                 "%s: the %d oldest chunks were removed from the store, which may hold %d",
                 self._place,
@@ -252,6 +259,10 @@ class Sweeper:
                 capacity,
                 extra=about("store.shrunk", place=self._place, chunks=removed),
             )
+
+    async def _remove_some(self, names: Sequence[str]) -> None:
+        await self._remove(names)
+        self._removed += len(names)
 
     def _partition(self, key: bytes) -> int:
         return 0 if self._partitions is None else self._partitions.of(key)

@@ -186,7 +186,9 @@ class StoreTier(Tier):
     async def write(
         self, keys: Sequence[bytes], slots: Sequence[int], rows: Sequence[int]
     ) -> Transfer:
-        return await self._in_batches(self._write, keys, rows)
+        done = await self._in_batches(self._write, keys, rows)
+        done.removed = self._sweeper.tell_removed()
+        return done
 
     async def grow(self) -> tuple[int | None, str | None]:
         return None, "a store has no segments"

@@ -291,6 +291,10 @@ class Index:
         """Return the entries, coldest first."""
         return ColdestFirst(self)
 
+    def count_evicted(self, count: int) -> None:
+        """Count chunks that a store has evicted by itself."""
+        self.evicted += count
+
     def counts(self) -> dict[str, Any]:
         """Return its part of `TierStats`."""
         lengths = {name: len(getattr(self, name)) for name in ("reading", "writing", "pinned")}
