@@ -126,35 +126,28 @@ def codecs_of(
     Raises:
         ConfigError: if no gate lets them be encoded.
     """
-    stores = [isinstance(tier, TierConfig) and tier.is_store for tier in config.tiers]
-    disks = [isinstance(tier, DiskConfig) for tier in config.tiers]
-    found = {
-        name: _codec_of(f"{tier}_codec", path, any(there), tier, chunk_bytes, identity)
-        for name, tier, path, there in (
-            ("codec", "disk", config.disk_codec, disks),
-            ("store_codec", "store", config.store_codec, stores),
-        )
-        if path is not None
-    }
-    if identity is not None and (taken := found.keys() & identity.keys()):
-        raise ConfigError(f"identity: the name {min(taken)} is for what kvstore itself says there")
+    disks = any(isinstance(tier, DiskConfig) for tier in config.tiers)
+    stores = any(isinstance(tier, TierConfig) and tier.is_store for tier in config.tiers)
+    found: dict[str, Codec] = {}
+    for name, tier, path, there in (
+        ("codec", "disk", config.disk_codec, disks),
+        ("store_codec", "store", config.store_codec, stores),
+    ):
+        if path is None:
+            continue
+        try:
+            gate = read_gate(path)
+            if not there:
+                raise ConfigError(f"there is no {tier}")
+            if identity is not None and name in identity:
+                raise ConfigError(
+                    f"identity: the name {name} is for what kvstore itself says there"
+                )
+            if chunk_bytes % 2:
+                raise ConfigError(
+                    f"chunk_bytes = {chunk_bytes}: must be even, as numbers have 2 bytes"
+                )
+            found[name] = gate.codec_for(gate.identity if identity is None else identity)
+        except ConfigError as error:
+            raise ConfigError(f"{tier}_codec = {str(path)!r}: {error}") from error
     return found
-
-
-def _codec_of(
-    key: str,
-    path: Path,
-    there: bool,
-    tier: str,
-    chunk_bytes: int,
-    identity: Mapping[str, Any] | None,
-) -> Codec:
-    try:
-        gate = read_gate(path)
-        if not there:
-            raise ConfigError(f"there is no {tier}")
-        if chunk_bytes % 2:
-            raise ConfigError(f"chunk_bytes = {chunk_bytes}: must be even, as numbers have 2 bytes")
-        return gate.codec_for(gate.identity if identity is None else identity)
-    except ConfigError as error:
-        raise ConfigError(f"{key} = {str(path)!r}: {error}") from error
