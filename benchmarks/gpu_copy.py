@@ -2,10 +2,9 @@
 
     python benchmarks/gpu_copy.py [--json FILE] [--megabytes 512] [--pages 4096 ...] [--dry]
 
-For pages of 4 KiB to 2 MiB, in random blocks, in each way that there is: to the device, from it and
-both at once, as shares of one large copy of pinned memory in the same run. Then the same beside
-matrix products: how much longer these take, and the rate of the copies. At last what copies choose
-by themselves for these pages, and how long that takes.
+For pages of 4 KiB to 2 MiB, in random blocks: to the device, from it and both at once, as shares of
+one large copy of pinned memory in the same run. Then the same beside matrix products: how much
+longer these take, and the rate of the copies.
 
 Without a CUDA device it says so and measures nothing. `--dry` runs all of it in host memory that
 stands for a device: its rates mean nothing.
@@ -26,8 +25,7 @@ import numpy as np
 import torch
 
 from kvstore.connector.mediums import DeviceLoadStoreSpec, HostLoadStoreSpec
-from kvstore.device import WAYS, CudaCopies, Ticket, pages_of
-from kvstore.errors import ConfigError
+from kvstore.device import CudaCopies, Ticket, pages_of
 from kvstore.tiers.pinned import PinnedRegion
 
 KIB, MIB = 2**10, 2**20
@@ -55,15 +53,14 @@ class Machine:
         if dry:
             # Not a part of what is installed.
             sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-            from tests.gpu.pretend import PretendCuda, PretendDriver, PretendKernel
+            from tests.gpu.pretend import PretendCuda, PretendDriver
 
             cuda = PretendCuda()
-            calls, launch = PretendDriver(cuda), PretendKernel(cuda)
-            self.options = {"cuda": cuda, "calls": calls, "launch": launch, "kernels_read": True}
+            self.options = {"cuda": cuda, "calls": PretendDriver(cuda)}
 
     def pin(self, region: PinnedRegion) -> None:
         if not self.dry:
-            self.options["kernels_read"] = region.register_with_cuda()
+            region.register_with_cuda()
 
     def wait(self) -> None:
         if not self.dry:
@@ -95,9 +92,7 @@ class Machine:
 class Bed:
     """Layers with pages of one size, and jobs that copy rows of them."""
 
-    def __init__(
-        self, machine: Machine, region: PinnedRegion, page: int, way: str | None = None
-    ) -> None:
+    def __init__(self, machine: Machine, region: PinnedRegion, page: int) -> None:
         """
         Args:
             region: rows for two jobs.
@@ -111,9 +106,7 @@ class Bed:
             for _ in range(layers)
         ]
         tables = [pages_of(tensor)[0] for tensor in tensors]
-        self.copies = CudaCopies(
-            [tables], region.array, self._per_chunk, way=way, **machine.options
-        )
+        self.copies = CudaCopies([tables], region.array, self._per_chunk, **machine.options)
         self._machine = machine
         self._dice = np.random.default_rng(0)
 
@@ -172,45 +165,28 @@ def one_copy(machine: Machine, size: int) -> dict[str, float]:
 
 
 def measure(machine: Machine, region: PinnedRegion, pages: list[int], end: float) -> dict[str, Any]:
-    """Print a line for each page and way; measure no more when it is `end` o'clock."""
+    """Print a line for each page; measure no more when it is `end` o'clock."""
     limit = one_copy(machine, region.size // 2)
     result: dict[str, Any] = {"device": machine.name, "one_copy": limit}
     print(f"{machine.name}: one copy {limit['load']:.1f} GB/s to it, {limit['store']:.1f} from it")
     machine.products()()
     alone = statistics.median(machine.products()() for _ in range(3))
-    print("| page | way | to the device | from it | both at once | product beside loads, stores |")
-    print("|---|---|---|---|---|---|")
+    print("| page | to the device | from it | both at once | product beside loads, stores |")
+    print("|---|---|---|---|---|")
     for page in pages:
-        for way in WAYS:
-            line = f"| {page // KIB} KiB | {way} |"
-            if time.perf_counter() > end:
-                print(f"{line} not measured: time is up |")
-                continue
-            try:
-                bed = Bed(machine, region, page, way)
-            except ConfigError as error:
-                print(f"{line} {error} |")
-                continue
-            rates = {name: bed.rate(name) for name in ("load", "store", "load+store")}
-            beside = {name: bed.beside_products(name, alone) for name in limit}
-            bed.copies.shutdown()
-            result[f"{page // KIB} KiB {way}"] = {**rates, "beside": beside}
-            cells = [f"{rates[name]:.1f} ({rates[name] / limit[name]:.2f})" for name in limit]
-            cells += [f"{rates['load+store']:.1f}"]
-            cells += [", ".join(f"x{slow:.2f} at {rate:.1f}" for slow, rate in beside.values())]
-            print(f"{line} {' | '.join(cells)} |", flush=True)
-    print("\nchosen by themselves:")
-    for page in pages:
+        line = f"| {page // KIB} KiB |"
         if time.perf_counter() > end:
-            break
+            print(f"{line} not measured: time is up |")
+            continue
         bed = Bed(machine, region, page)
-        # What is compiled is compiled by now, so this is how long a server waits.
-        started = time.perf_counter()
-        bed.copies.measure()
-        seconds = time.perf_counter() - started
-        result[f"{page // KIB} KiB chosen"] = {"ways": str(bed.copies.ways), "seconds": seconds}
-        print(f"{bed.copies.ways} (in {seconds:.2f} s)")
+        rates = {name: bed.rate(name) for name in ("load", "store", "load+store")}
+        beside = {name: bed.beside_products(name, alone) for name in limit}
         bed.copies.shutdown()
+        result[f"{page // KIB} KiB"] = {**rates, "beside": beside}
+        cells = [f"{rates[name]:.1f} ({rates[name] / limit[name]:.2f})" for name in limit]
+        cells += [f"{rates['load+store']:.1f}"]
+        cells += [", ".join(f"x{slow:.2f} at {rate:.1f}" for slow, rate in beside.values())]
+        print(f"{line} {' | '.join(cells)} |", flush=True)
     return result
 
 

@@ -24,20 +24,15 @@ from kvstore.tiers.pinned import PinnedRegion, RegionShape
 if TYPE_CHECKING:
     import torch
 
-    from kvstore.device import CudaCopies, Pages
+    from kvstore.device import Pages
 
 __all__ = ["Handlers", "KVStoreSpec", "OffloadingSpec"]
 
 Handlers = Iterator[tuple[type[LoadStoreSpec], type[LoadStoreSpec], OffloadingHandler]]
 """The kind of source, the kind of target, and the handler that copies between them."""
 
-CONNECTOR_KEYS = frozenset(
-    {"spec_name", "spec_module_path", "block_size", "offload_prompt_only", "copy_way"}
-)
+CONNECTOR_KEYS = frozenset({"spec_name", "spec_module_path", "block_size", "offload_prompt_only"})
 """Keys of ``kv_connector_extra_config`` that are not part of `kvstore.config`."""
-
-AUTO = "auto"
-"""Value of ``copy_way`` that selects the fastest way."""
 
 SHAPE_BLOCKS = 1234
 """A number of blocks that no other dimension of a KV tensor has."""
@@ -157,9 +152,7 @@ class KVStoreSpec(OffloadingSpec):
     """Spec that offloads to kvstore.
 
     ``kv_connector_extra_config`` has the keys of `kvstore.config` (except ``chunk_bytes``, which
-    follows from the blocks), ``block_size``, ``offload_prompt_only`` and ``copy_way``. The latter
-    is how to copy to and from a CUDA device: one of `kvstore.device.WAYS`, or ``auto``, the
-    default, which selects the fastest way as `get_handlers` measures it.
+    follows from the blocks), ``block_size`` and ``offload_prompt_only``.
 
     With a ``parallel_config`` each worker is a process of its own on the same machine. Each worker
     and the scheduler's process build a spec. Workers call `get_handlers` before the scheduler calls
@@ -188,7 +181,6 @@ class KVStoreSpec(OffloadingSpec):
         block_bytes = max(len(layers) * page for layers, page in groups)
         self._part_bytes = self.block_size_factor * _positive("bytes of a block", block_bytes)
         self.chunk_bytes = self.num_workers * self._part_bytes
-        self._copy_way = _copy_way(self.extra_config.get("copy_way", AUTO))
         self._server, self._rank = _place(config, self.num_workers)
         self.store_config = evolve(
             checked,
@@ -235,8 +227,7 @@ class KVStoreSpec(OffloadingSpec):
         """
         Raises:
             ConfigError: for a layer without a tensor, a tensor whose blocks differ from the
-                configured sizes, a device that is neither host memory nor CUDA, and a
-                ``copy_way`` that is not available on the device.
+                configured sizes, and a device that is neither host memory nor CUDA.
         """
         from kvstore.device import CudaCopies, HostCopies
 
@@ -255,9 +246,8 @@ class KVStoreSpec(OffloadingSpec):
                 copies = HostCopies(groups, rows, self.block_size_factor)
                 handler = HostHandler(copies, lambda: self._release(region))
                 return _both_ways(handler, handler)
-            kernels_read = region.register_with_cuda()
-            on_device = CudaCopies(groups, rows, self.block_size_factor, kernels_read=kernels_read)
-            self._choose_way(on_device)
+            region.register_with_cuda()
+            on_device = CudaCopies(groups, rows, self.block_size_factor)
         except BaseException:
             self._release(region)
             raise
@@ -266,15 +256,6 @@ class KVStoreSpec(OffloadingSpec):
             CudaHandler(on_device, store=True, release=last),
             CudaHandler(on_device, store=False, release=last),
         )
-
-    def _choose_way(self, copies: CudaCopies) -> None:
-        if self._copy_way == AUTO:
-            copies.measure()
-            return
-        try:
-            copies.use(self._copy_way)
-        except ConfigError as error:
-            raise ConfigError(f"copy_way = {self._copy_way!r} is not available: {error}") from error
 
     def _tables(
         self, kv_caches: Mapping[str, torch.Tensor], attn_backends: Mapping[str, Any]
@@ -336,17 +317,6 @@ def _positive(name: str, value: object) -> int:
     if not isinstance(value, int) or isinstance(value, bool) or value < 1:
         raise ConfigError(f"{name} = {value!r}: must be a whole number of at least 1")
     return value
-
-
-def _copy_way(value: object) -> str:
-    if value == AUTO:
-        return AUTO
-    # Imports torch, which the scheduler's process need not have otherwise.
-    from kvstore.device.ways import WAYS
-
-    if value not in WAYS:
-        raise ConfigError(f"copy_way = {value!r}: must be one of {', '.join((AUTO, *WAYS))}")
-    return str(value)
 
 
 def _place(config: ServerConfigLike, workers: int) -> tuple[str, int | None]:

@@ -19,6 +19,9 @@ __all__ = ["Copier", "Driver", "driver"]
 BATCH_VERSION = 12080
 """Version of ``cuMemcpyBatchAsync``; that of 13000 has one argument fewer."""
 
+BATCH_STEP = 512
+"""Most fragments in a call."""
+
 STREAM_ORDER = 1
 """Read the source in stream order: the source of a store may still be being written."""
 
@@ -28,9 +31,7 @@ class Copier(Protocol):
 
     has_batch: bool
 
-    def copy(
-        self, fragments: Fragments, stream: int, *, store: bool, way: str, step: int
-    ) -> int: ...
+    def copy(self, fragments: Fragments, stream: int, *, store: bool, batch: bool) -> int: ...
 
 
 class _Attributes(ctypes.Structure):
@@ -103,19 +104,20 @@ class Driver:
             )
         )
 
-    def copy(self, fragments: Fragments, stream: int, *, store: bool, way: str, step: int) -> int:
+    def copy(self, fragments: Fragments, stream: int, *, store: bool, batch: bool) -> int:
         """Queue a transfer; return the first error, 0 for none. Copies before the error are queued.
 
         Args:
-            way: ``each``, or ``batch`` with `step` fragments in a call.
+            store: True to copy from the device to host memory, False for the other direction.
+            batch: whether many fragments are queued in one call, which needs `has_batch`.
         """
         targets, sources = fragments.device, fragments.host
         if store:
             targets, sources = sources, targets
-        if way == "each":
+        if not batch:
             return self.copy_each(targets, sources, fragments.sizes, stream)
-        for begin in range(0, len(fragments), step):
-            part = slice(begin, begin + step)
+        for begin in range(0, len(fragments), BATCH_STEP):
+            part = slice(begin, begin + BATCH_STEP)
             error = self.copy_batch(targets[part], sources[part], fragments.sizes[part], stream)
             if error:
                 return error

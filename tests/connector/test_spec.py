@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -250,8 +250,6 @@ def test_the_last_to_end_gives_host_memory_back() -> None:
         ({"cpu_bytes": 1}, "unknown key cpu_bytes"),
         ({"identity": None}, "missing key identity"),
         ({"cpu_bytes_to_use": 0}, "cpu_bytes_to_use"),
-        ({"copy_way": "fast"}, "copy_way = 'fast': must be one of auto, batch, each, staged, k"),
-        ({"copy_way": 3}, "copy_way = 3: must be one of auto"),
     ],
 )
 def test_what_cannot_be_configured_is_refused_by_name(
@@ -353,56 +351,32 @@ def test_tables_of_whole_blocks_name_each_byte_of_a_block_once_or_are_refused(
 
 
 class Copies:
-    """Stands for copies on a CUDA device; the way ``staged`` is not to be had."""
+    """Stands for copies on a CUDA device."""
 
-    made: ClassVar[list[Copies]] = []
+    ended = 0
 
-    def __init__(self, groups: Any, rows: Any, per_chunk: int, *, kernels_read: bool) -> None:
-        assert kernels_read == torch.cuda.is_available()
-        self.chosen: list[str] = []
-        self.made.append(self)
-
-    def measure(self) -> None:
-        self.chosen.append("measured")
-
-    def use(self, way: str) -> None:
-        if way == "staged":
-            raise ConfigError("way = 'staged': Triton is not installed")
-        self.chosen.append(way)
+    def __init__(self, groups: Any, rows: Any, per_chunk: int) -> None:
+        assert rows.shape[1] == per_chunk * sum(pages.size for pages in groups[0])
 
     def shutdown(self) -> None:
-        self.chosen.append("ended")
+        Copies.ended += 1
 
 
-@pytest.mark.parametrize(
-    ("extra", "chosen"),
-    [
-        ({}, "measured"),
-        ({"copy_way": "auto"}, "measured"),
-        ({"copy_way": "each"}, "each"),
-        ({"copy_way": "staged"}, None),
-    ],
-)
-def test_copies_on_a_device_go_the_way_that_is_configured(
-    extra: dict[str, Any], chosen: str | None, monkeypatch: pytest.MonkeyPatch
+def test_layers_on_a_device_have_a_handler_for_each_direction(
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr("kvstore.device.CudaCopies", Copies)
-    spec = spec_of(**extra)
+    monkeypatch.setattr(Copies, "ended", 0)
     with FakeTensorMode():
         layers = {
             f"layer-0-{n}": torch.zeros(4, 2, 16, 2, 8, dtype=torch.bfloat16, device="cuda")
             for n in range(3)
         }
-    if chosen is None:
-        with pytest.raises(
-            ConfigError, match="copy_way = 'staged' is not available: .*Triton is not"
-        ):
-            spec.get_handlers(layers)
-        return
-    for _, _, handler in spec.get_handlers(layers):
-        assert Copies.made[-1].chosen[0] == chosen
+    handlers = [handler for _, _, handler in spec_of().get_handlers(layers)]
+    assert len(set(handlers)) == 2
+    for handler in handlers:
         handler.shutdown()
-    assert Copies.made[-1].chosen == [chosen, "ended", "ended"]
+    assert Copies.ended == 2
 
 
 class TestManagerOfASpec(ManagerContract):

@@ -10,9 +10,8 @@ import torch
 
 from kvstore.connector.mediums import DeviceLoadStoreSpec, HostLoadStoreSpec
 from kvstore.device import CudaCopies, HostCopies, Pages, pages_of
-from kvstore.device.stream import launcher
 from kvstore.tiers.pinned import PinnedRegion
-from tests.gpu.pretend import PretendCuda, PretendDriver, PretendKernel
+from tests.gpu.pretend import PretendCuda, PretendDriver
 
 __all__ = ["BLOCKS", "PLACES", "ROWS", "Bed"]
 
@@ -28,16 +27,13 @@ class Bed:
     def __init__(
         self,
         device: str,
-        way: str | None = "batch",
         *,
         per_chunk: int = 2,
         groups: int = 1,
         page: int = 30,
         pinned: bool = True,
         seed: int = 0,
-        ring_bytes: int = 64 * 1024,
         has_batch: bool = True,
-        runs: Any = None,
     ) -> None:
         dice = torch.Generator().manual_seed(seed)
         self.device = device
@@ -59,29 +55,18 @@ class Bed:
                 there[-1] += pages_of(copied, dim)
         width = max(sum(pages.size for pages in tables) for tables in here) * per_chunk
         self.region = PinnedRegion.private(ROWS, -(-width // 4096) * 4096)
-        kernels_read = pinned
         if device == "cuda" and pinned:
-            kernels_read = self.region.register_with_cuda()
+            self.region.register_with_cuda()
             assert self.region.registered
         self.rows = np.zeros_like(self.region.array)
         self.host = HostCopies(here, self.rows, per_chunk)
         self.cuda: Any = torch.cuda
         self.calls: PretendDriver | None = None
-        self.kernel: PretendKernel | None = None
         if device == "cpu":
             self.cuda = PretendCuda()
             self.calls = PretendDriver(self.cuda, has_batch=has_batch)
-            self.kernel = PretendKernel(self.cuda, runs)
         self.copies = CudaCopies(
-            there,
-            self.region.array,
-            per_chunk,
-            way=way,
-            kernels_read=kernels_read,
-            ring_bytes=ring_bytes,
-            cuda=self.cuda,
-            calls=self.calls,
-            launch=self.kernel or launcher,
+            there, self.region.array, per_chunk, cuda=self.cuda, calls=self.calls
         )
 
     def same(self) -> bool:

@@ -108,20 +108,18 @@ class PretendDriver:
     """Stands for the driver.
 
     Attributes:
-        ways: how transfers were handed over.
-        largest: bytes of the largest fragment.
+        batches: of each transfer whether many fragments were queued in a call.
         fails_after: so many fragments of a call are copied before there is an error; None: all.
     """
 
     def __init__(self, cuda: PretendCuda, *, has_batch: bool = True) -> None:
         self.has_batch = has_batch
-        self.ways: list[str] = []
-        self.largest = 0
+        self.batches: list[bool] = []
         self.fails_after: int | None = None
         self._cuda = cuda
 
-    def copy(self, fragments: Fragments, stream: int, *, store: bool, way: str, step: int) -> int:
-        self.ways.append(way)
+    def copy(self, fragments: Fragments, stream: int, *, store: bool, batch: bool) -> int:
+        self.batches.append(batch)
         queue = self._cuda.streams[stream].queue
         columns = (fragments.device, fragments.host, fragments.sizes)
         for number, (device, host, size) in enumerate(
@@ -129,42 +127,6 @@ class PretendDriver:
         ):
             if number == self.fails_after:
                 return 700
-            self.largest = max(self.largest, size)
             target, source = (host, device) if store else (device, host)
             queue.append(partial(ctypes.memmove, target, source, size))
         return 0
-
-
-class PretendKernel:
-    """Stands for the kernel: it reads its list when it runs, not when it is launched.
-
-    Attributes:
-        words, programs: of each launch.
-        runs: copies for real; by default a plain copy of memory.
-        fails: launching raises.
-    """
-
-    def __init__(self, cuda: PretendCuda, runs: Callable[[Any, int, int, int], None] | None = None):
-        self.words: list[int] = []
-        self.programs: list[int] = []
-        self.runs = runs or plain_copies
-        self.fails = False
-        self._cuda = cuda
-
-    def __call__(self) -> Callable[[Any, int, int, int], None]:
-        return self.launch
-
-    def launch(self, lists: Any, count: int, word: int, programs: int) -> None:
-        if self.fails:
-            raise RuntimeError("out of resources")
-        self.words.append(word)
-        self.programs.append(programs)
-        self._cuda.current.queue.append(lambda: self.runs(lists, count, word, programs))
-
-
-def plain_copies(lists: Any, count: int, word: int, programs: int) -> None:
-    """What `kvstore.device.kernel.launch` does, if what it was promised is so."""
-    numbers = lists.numpy()[: 3 * count]
-    assert not (numbers % word).any()
-    for target, source, size in numbers.reshape(3, count).T.tolist():
-        ctypes.memmove(target, source, size)

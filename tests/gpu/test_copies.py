@@ -14,26 +14,22 @@ torch = pytest.importorskip("torch")
 
 from kvstore.connector.handler import CudaHandler  # noqa: E402
 from kvstore.connector.mediums import DeviceLoadStoreSpec, HostLoadStoreSpec  # noqa: E402
-from kvstore.device import WAYS, Ticket  # noqa: E402
-from kvstore.errors import ConfigError, KVStoreError  # noqa: E402
+from kvstore.device import Ticket  # noqa: E402
+from kvstore.errors import KVStoreError  # noqa: E402
 from tests.gpu.bed import BLOCKS, ROWS, Bed  # noqa: E402
 
 
 @pytest.mark.parametrize("pinned", [True, False])
 @pytest.mark.parametrize("page", [30, 512, 4096, 65536])
-@pytest.mark.parametrize("way", WAYS)
-def test_every_way_copies_what_the_host_copies_do(
-    device: str, way: str, page: int, pinned: bool, beds: list[Bed]
+@pytest.mark.parametrize("has_batch", [True, False])
+def test_device_copies_are_those_of_the_host(
+    device: str, page: int, pinned: bool, has_batch: bool, beds: list[Bed]
 ) -> None:
     dice = random.Random(page)
     for per_chunk in (1, 2, 3) if pinned else (2,):
         for groups in (1, 2):
             shape: dict[str, Any] = {"per_chunk": per_chunk, "groups": groups, "page": page}
-            if way == "kernel" and not pinned:
-                with pytest.raises(ConfigError, match="kernels cannot read this host memory"):
-                    Bed(device, way, pinned=pinned, **shape)
-                continue
-            bed = Bed(device, way, pinned=pinned, seed=per_chunk, **shape)
+            bed = Bed(device, pinned=pinned, has_batch=has_batch, seed=per_chunk, **shape)
             beds.append(bed)
             for _ in range(12):
                 blocks, rows = bed.places(dice)
@@ -216,18 +212,14 @@ def test_jobs_on_a_device_that_fails_for_good_are_reported_as_failed(
     handler.shutdown()
 
 
-def test_few_fragments_are_handed_over_one_by_one(beds: list[Bed]) -> None:
-    bed = Bed("cpu")
+@pytest.mark.parametrize("has_batch", [True, False])
+def test_few_fragments_are_queued_one_by_one(beds: list[Bed], has_batch: bool) -> None:
+    bed = Bed("cpu", has_batch=has_batch)
     beds.append(bed)
     assert bed.calls is not None
     bed.copies.store(DeviceLoadStoreSpec([1, 2]), HostLoadStoreSpec([1]))
     bed.copies.store(DeviceLoadStoreSpec([1, 3, 5, 7]), HostLoadStoreSpec([1, 2]))
-    assert bed.calls.ways == ["each", "batch"]
-
-
-def test_ways_that_there_are_not_are_refused() -> None:
-    with pytest.raises(ConfigError, match="way = 'teleport': must be one of batch, each, st"):
-        Bed("cpu", "teleport")
+    assert bed.calls.batches == [False, has_batch]
 
 
 @pytest.mark.parametrize("store", [True, False])
