@@ -16,7 +16,7 @@ import contextlib
 import logging
 import time
 from collections import Counter
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from dataclasses import dataclass
 
 from kvstore.tiers.remote.client import (
@@ -65,16 +65,13 @@ class Ages:
         Args:
             since: Unix time of its last write.
         """
-        self._counts[partition, self._age(since)] += 1
+        self._counts[partition, int(since) // self._seconds] += 1
         if len(self._counts) > MOST_AGES:
             self._seconds *= 2
             rough: Counter[tuple[int, int]] = Counter()
             for (its, age), count in self._counts.items():
                 rough[its, age // 2] += count
             self._counts = rough
-
-    def _age(self, since: float) -> int:
-        return int(since) // self._seconds
 
     def excess(self, capacity: int, partitions: Partitions | None) -> Excess:
         """Return which values are to go so that no more are left than `capacity`."""
@@ -152,6 +149,7 @@ class Sweeper:
         self._reached, self._remove = reached, remove
         self._stored = 0
         self._removed = self._told = 0
+        self._fault: str | None = None
         self._due = asyncio.Event()
         self._sweeping = asyncio.Lock()
         self._failed = False
@@ -168,6 +166,11 @@ class Sweeper:
         self._told = removed
         return removed - told
 
+    def tell_fault(self) -> str | None:
+        """Return why a sweep has failed since the last call, on any thread; None if none has."""
+        fault, self._fault = self._fault, None
+        return fault
+
     async def leave(self, epoch: str) -> None:
         """Note that this process has left an epoch of its own, which the next sweep removes."""
         self.left.add(epoch)
@@ -183,7 +186,8 @@ class Sweeper:
             wait = SWEEP_SECONDS
             try:
                 await self.sweep()
-            except Exception:
+            except Exception as error:
+                self._fault = f"a sweep raised {error!r}"
                 logger.exception("a sweep raised", extra=about("store.not_swept"))
 
     async def sweep(self) -> None:
@@ -206,8 +210,11 @@ class Sweeper:
                 self._failed = False
 
     def _tell(self, error: StoreError) -> None:
-        """Log that a store of a capacity cannot be swept, once."""
-        if self._capacity is not None and not self._failed:
+        """Tell that a store of a capacity cannot be swept; log it once."""
+        if self._capacity is None:
+            return
+        self._fault = f"the store cannot be swept: {error}"
+        if not self._failed:
             self._failed = True
             logger.warning(
                 "%s: the store cannot be swept (%s): it may grow beyond its capacity",
@@ -228,8 +235,7 @@ class Sweeper:
                     unused.append(name)
                 elif self._capacity is not None and (key := _key_of(name)):
                     ages.add(self._partition(key), since)
-            for start in range(0, len(unused), MOST_REMOVED):
-                await self._remove(unused[start : start + MOST_REMOVED])
+            async for _ in self._removed_of(unused):
                 await asyncio.sleep(SWEEP_PAUSE if self._capacity is None else 0)
         return ages
 
@@ -237,20 +243,15 @@ class Sweeper:
         excess = ages.excess(capacity - capacity // PARTS, self._partitions)
         if not excess.going:
             return
-        going: list[str] = []
         before = self._removed
         async for found in client.listed(self._place, ()):
-            for name, since in found:
-                key = _key_of(name)
-                if not key or not excess.takes(self._partition(key), since):
-                    continue
-                # The names of a call are of one epoch.
-                if len(going) == MOST_REMOVED or (going and epoch_of(going[0]) != epoch_of(name)):
-                    await self._remove_some(going)
-                    going = []
-                going.append(name)
-        if going:
-            await self._remove_some(going)
+            going = [
+                name
+                for name, since in found
+                if (key := _key_of(name)) and excess.takes(self._partition(key), since)
+            ]
+            async for count in self._removed_of(going):
+                self._removed += count
         if removed := self._removed - before:
             logger.info(
                 "%s: the %d oldest chunks were removed from the store, which may hold %d",
@@ -260,9 +261,12 @@ class Sweeper:
                 extra=about("store.shrunk", place=self._place, chunks=removed),
             )
 
-    async def _remove_some(self, names: Sequence[str]) -> None:
-        await self._remove(names)
-        self._removed += len(names)
+    async def _removed_of(self, names: Sequence[str]) -> AsyncIterator[int]:
+        """Remove values of one page of a listing; yield how many after each call."""
+        for start in range(0, len(names), MOST_REMOVED):
+            some = names[start : start + MOST_REMOVED]
+            await self._remove(some)
+            yield len(some)
 
     def _partition(self, key: bytes) -> int:
         return 0 if self._partitions is None else self._partitions.of(key)

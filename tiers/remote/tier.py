@@ -188,6 +188,7 @@ class StoreTier(Tier):
     ) -> Transfer:
         done = await self._in_batches(self._write, keys, rows)
         done.removed = self._sweeper.tell_removed()
+        done.error = done.error or self._sweeper.tell_fault()
         return done
 
     async def grow(self) -> tuple[int | None, str | None]:

@@ -50,10 +50,15 @@ def keys_of(numbers: range) -> list[bytes]:
     return [key_of(number) for number in numbers]
 
 
-async def store(bench: TierBench, keys: list[bytes]) -> None:
+async def store(bench: TierBench, keys: list[bytes]) -> set[str]:
+    """Store these keys; return what was told of other faults with that."""
+    faults: set[str] = set()
     for at in range(0, len(keys), ROOM):
         some = keys[at : at + ROOM]
-        assert (await bench.store(some, [0] * len(some))).ok == [True] * len(some)
+        done = await bench.store(some, [0] * len(some))
+        assert done.ok == [True] * len(some)
+        faults |= {done.error} if done.error else set()
+    return faults
 
 
 async def there(bench: TierBench, keys: list[bytes]) -> list[bool]:
@@ -270,8 +275,9 @@ async def test_a_sweep_that_fails_is_told_once_and_the_next_one_counts(
         return real(self, place, but)
 
     monkeypatch.setattr(DirectoryClient, "listed", listed)
+    counted: set[str] = set()
     for first in range(0, 100 * ROOM, ROOM):
-        await store(bench, keys_of(range(first, first + ROOM)))
+        counted |= await store(bench, keys_of(range(first, first + ROOM)))
         if not faults:
             break
         await asyncio.sleep(0.05)
@@ -281,6 +287,7 @@ async def test_a_sweep_that_fails_is_told_once_and_the_next_one_counts(
     assert [each.levelname for each in told] == ["WARNING"]
     assert "the store cannot be swept (EIO)" in told[0].message
     assert "a sweep raised" in caplog.text
+    assert "the store cannot be swept: EIO" in counted
     await bench.close()
 
 
