@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Collection, Sequence
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -43,6 +44,21 @@ VERIFIED = {"ssl_cert_reqs": "required", "ssl_check_hostname": True}
 
 MOST_CONNECTIONS = 8
 
+LISTED_AT_ONCE = 500
+"""Keys that the server looks at in one call that lists values; others wait for it meanwhile."""
+
+_LIST = """
+local found = redis.call('SCAN', ARGV[1], 'MATCH', ARGV[2], 'COUNT', ARGV[3])
+local idle = {}
+for at, name in ipairs(found[2]) do idle[at] = redis.call('OBJECT', 'IDLETIME', name) or 0 end
+return {found[1], redis.call('TIME')[1], found[2], idle}
+"""
+"""Returns where the next call goes on, the server's time, names, and for how long each value was
+neither read nor stored. In one call, as a call for each value would keep this process busy."""
+
+_SPECIAL = re.compile(r"[\\*?\[\]]")
+"""What means something in a pattern of the server."""
+
 SHORTEST_EXPIRY, LONGEST_EXPIRY = 0.001, 1e9
 """Limits of `expire_s`, in seconds."""
 
@@ -51,12 +67,15 @@ class RedisTier(StoreTier):
     """A Redis or Valkey server, shared by all processes that name it.
 
     The server limits its memory and evicts: set `maxmemory` and a policy such as `allkeys-lru`.
+    It knows of no tenants: for their shares set `capacity_bytes`, below what the server has.
 
     Args:
         url: `redis://host:port/db`, `rediss://` with TLS, or `unix:///path?db=0`. Name and password
             come from the environment: `KVSTORE_REDIS_USERNAME` and `KVSTORE_REDIS_PASSWORD`.
         timeout_s: seconds after which a call has failed.
         expire_s: seconds after which the server drops a value; 0 for never.
+        capacity_bytes: most bytes of chunks there, of this model. Those that were read or stored
+            longest ago are removed first. By default that is the server's own affair.
 
     Raises:
         ValueError: for an invalid parameter, or without the package `redis`.
@@ -71,6 +90,7 @@ class RedisTier(StoreTier):
         url: str = "redis://127.0.0.1:6379/0",
         timeout_s: float = 1.0,
         expire_s: float = 0.0,
+        capacity_bytes: int = 0,
     ) -> None:
         if client is None:
             raise ValueError("needs the package redis: pip install 'kvstore-offload[redis]'")
@@ -86,7 +106,9 @@ class RedisTier(StoreTier):
             )
         self._url = url
         self._expire_ms = round(expire_s * 1000)
-        super().__init__(place, timeout_s=timeout_s)
+        # Without a limit nothing is listed: what was left expires.
+        self._client_of = _ListingClient if capacity_bytes else _Client
+        super().__init__(place, timeout_s=timeout_s, capacity_bytes=capacity_bytes)
         # Reports an invalid port or database at once.
         self.connect()
 
@@ -105,7 +127,7 @@ class RedisTier(StoreTier):
             timeout=self._timeout,
             **(VERIFIED if self._url.startswith("rediss:") else {}),
         )
-        return _Client(client.Redis.from_pool(pool), self._expire_ms)
+        return self._client_of(client.Redis.from_pool(pool), self._expire_ms)
 
 
 class _Client:
@@ -117,16 +139,10 @@ class _Client:
 
     async def exists(self, names: Sequence[str]) -> list[bool]:
         # One command first: usually all or none of a prompt's chunks exist.
-        (count,) = await self._calls([("EXISTS", *names)])
-        if isinstance(count, Exception):
-            raise _fault(count)
+        (count,) = await self._answers([("EXISTS", *names)])
         if count in (0, len(names)):
             return [bool(count)] * len(names)
-        found = await self._calls([("EXISTS", name) for name in names])
-        for answer in found:
-            if isinstance(answer, Exception):
-                raise _fault(answer)
-        return [answer == 1 for answer in found]
+        return [count == 1 for count in await self._answers([("EXISTS", name) for name in names])]
 
     async def put(
         self,
@@ -172,13 +188,19 @@ class _Client:
         return records
 
     async def remove(self, names: Sequence[str]) -> None:
-        (answer,) = await self._calls([("UNLINK", *names)])
-        if isinstance(answer, Exception):
-            raise _fault(answer)
+        await self._answers([("UNLINK", *names)])
 
     async def close(self) -> None:
         with contextlib.suppress(RedisError, OSError):
             await self._server.aclose()
+
+    async def _answers(self, commands: Sequence[tuple[Any, ...]]) -> list[Any]:
+        """Send all commands together; raise if one of them is refused."""
+        answers = await self._calls(commands)
+        for answer in answers:
+            if isinstance(answer, Exception):
+                raise _fault(answer)
+        return answers
 
     async def _calls(self, commands: Sequence[tuple[Any, ...]]) -> list[Any]:
         """Send all commands together; the answer to a refused command is an exception."""
@@ -192,6 +214,32 @@ class _Client:
         except (RedisError, OSError) as error:
             raise _fault(error) from error
         return answers
+
+
+class _ListingClient(_Client):
+    """The same for a store that has a capacity: see `ListingClient`."""
+
+    async def listed(
+        self, place: str, but: Collection[str]
+    ) -> AsyncIterator[Sequence[tuple[str, float]]]:
+        """Yield names, and when each value was last read or stored, by the server's clock.
+
+        A server whose table grows meanwhile may name a value twice.
+        """
+        pattern = _SPECIAL.sub(r"\\\g<0>", place) + "/*"
+        cursor = b"0"
+        while True:
+            call = ("EVAL", _LIST, 0, cursor, pattern, LISTED_AT_ONCE)
+            ((cursor, now, names, idle),) = await self._answers([call])
+            found = sorted(
+                (name.decode(errors="replace"), float(now) - seconds)
+                for name, seconds in zip(names, idle, strict=True)
+            )
+            for epoch, some in itertools.groupby(found, lambda each: epoch_of(each[0])):
+                if epoch not in but:
+                    yield list(some)
+            if cursor == b"0":
+                break
 
 
 def _fault(error: Exception) -> StoreError:

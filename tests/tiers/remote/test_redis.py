@@ -4,15 +4,20 @@ from __future__ import annotations
 
 import shutil
 import subprocess
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from kvstore.policies.shares import Places, Share, Shares, tenant_keys
 from kvstore.testing.bench import TierBench, key_of
 from kvstore.tiers.base import Tier
+from kvstore.tiers.remote.client import ListingClient
+from kvstore.tiers.remote.record import RECORD_BYTES
+from kvstore.tiers.remote.sweeper import PARTS
 from kvstore.types import TierPlace
 from tests.patience import PATIENCE
 from tests.tiers.remote.servers import RedisServer, ServerContract, redis_server, valkey_server
@@ -236,3 +241,127 @@ def test_the_package_is_named_where_it_is_missing(
     monkeypatch.setattr("kvstore.tiers.remote.redis.client", None)
     with pytest.raises(ValueError, match=r"pip install 'kvstore-offload\[redis\]'"):
         RedisTier(PLACE)
+
+
+# -- a server of which chunks may have a part ----------------------------------------------------
+
+ROOM = 64
+LEFT = ROOM - ROOM // PARTS
+"""Chunks that a sweep leaves."""
+
+HALF = Places(Shares({"alice": Share(guaranteed=0.5)}, Share(), 2))
+
+
+class Limited:
+    """A store of room for `ROOM` chunks, on a server that begins empty."""
+
+    def __init__(self, server: RedisServer, place: TierPlace = PLACE) -> None:
+        self.client = redis.Redis(port=server.port)
+        self.client.flushall()
+        self.client.config_set("maxmemory-policy", "allkeys-lru")
+        capacity = ROOM * (PLACE.chunk_bytes + RECORD_BYTES)
+        self.tier = RedisTier(place, url=server.url, capacity_bytes=capacity)
+        self.bench = TierBench(self.tier, ROOM, 8192, PLACE.chunk_bytes)
+
+    async def store(self, keys: list[bytes]) -> set[str | None]:
+        """Store these keys; return what was told of other faults with that."""
+        faults = set()
+        for at in range(0, len(keys), ROOM):
+            some = keys[at : at + ROOM]
+            done = await self.bench.store(some, [0] * len(some))
+            assert done.ok == [True] * len(some)
+            faults.add(done.error)
+        return faults
+
+    def there(self, keys: list[bytes]) -> list[bool]:
+        names = {name.rpartition(b"/")[2] for name in self.client.scan_iter()}
+        return [key.hex().encode() in names for key in keys]
+
+    def age(self, keys: list[bytes], seconds: int) -> None:
+        """These were used so long ago, one after the other."""
+        names = {name.rpartition(b"/")[2]: name for name in self.client.scan_iter()}
+        for number, key in enumerate(keys):
+            name = names[key.hex().encode()]
+            idle = seconds - number
+            self.client.restore(name, 0, self.client.dump(name), replace=True, idletime=idle)
+
+
+@pytest.fixture
+async def limited(server: RedisServer) -> AsyncIterator[Callable[..., Limited]]:
+    made: list[Limited] = []
+
+    def make(place: TierPlace = PLACE) -> Limited:
+        made.append(Limited(server, place))
+        return made[-1]
+
+    yield make
+    for one in made:
+        await one.bench.close()
+        one.client.config_set("maxmemory-policy", "noeviction")
+        one.client.close()
+
+
+def keys_of(numbers: range) -> list[bytes]:
+    return [key_of(number) for number in numbers]
+
+
+@pytest.mark.parametrize("namespace", ["place", "a*[b]?c"])
+async def test_what_was_used_longest_ago_leaves_a_store_that_holds_too_much(
+    limited: Callable[..., Limited], namespace: str
+) -> None:
+    one = limited(replace(PLACE, namespace=namespace))
+    keys, more = keys_of(range(60)), keys_of(range(60, 68))
+    await one.store(keys)
+    one.age(keys, 500)
+    await one.tier.sweep()
+    assert one.there(keys) == [True] * 60, "there is room for them"
+    assert await one.bench.fetch(keys[:4], [0] * 4) == [True] * 4
+    await one.store(more)
+    for foreign in (b"ours?", b"aXb/0/00", b"place/\xff/ab", b"place/x"):
+        one.client.restore(foreign, 0, one.client.dump(one.client.keys()[0]), idletime=9999)
+    await one.tier.sweep()
+    assert one.there(keys + more) == [True] * 4 + [False] * 8 + [True] * (LEFT - 4)
+    assert one.client.exists(b"ours?", b"aXb/0/00", b"place/\xff/ab", b"place/x") == 4
+
+
+async def test_a_flood_of_one_tenant_takes_nothing_that_is_guaranteed_to_another(
+    limited: Callable[..., Limited],
+) -> None:
+    one = limited(replace(PLACE, partitions=HALF))
+    hers = tenant_keys("alice", keys_of(range(LEFT // 2)))
+    his = tenant_keys("bob", keys_of(range(200)))
+    await one.store(hers)
+    one.age(hers, 5000)
+    await one.store(his)
+    await one.tier.sweep()
+    assert one.there(hers) == [True] * len(hers)
+    assert sum(one.there(his)) == LEFT - len(hers)
+
+
+async def test_what_a_process_left_by_its_resets_is_removed(
+    limited: Callable[..., Limited],
+) -> None:
+    one = limited()
+    for number in range(3):
+        await one.tier.clear()
+        await one.store(keys_of(range(number, number + 1)))
+    await one.tier.sweep()
+    assert one.there(keys_of(range(3))) == [False, False, True]
+
+
+async def test_a_server_that_does_not_know_when_values_were_used_is_told_of(
+    limited: Callable[..., Limited], caplog: pytest.LogCaptureFixture
+) -> None:
+    one = limited()
+    one.client.config_set("maxmemory-policy", "allkeys-lfu")
+    await one.store(keys_of(range(ROOM)))
+    await one.tier.sweep()
+    assert "the store cannot be swept (" in caplog.text
+    assert "LFU" in caplog.text
+    (fault,) = await one.store(keys_of(range(1)))
+    assert fault is not None
+    assert "LFU" in fault
+
+
+def test_without_a_capacity_nothing_is_listed() -> None:
+    assert not isinstance(RedisTier(PLACE).connect(), ListingClient)
