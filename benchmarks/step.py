@@ -4,6 +4,7 @@
     python benchmarks/step.py --chunks 1000000 --policies lru,hit-density
     python benchmarks/step.py --against HEAD~5      # before and after, case by case, in one run
     python benchmarks/step.py --neighbour 1000000   # beside a lane of others: neighbour.py
+    python benchmarks/step.py --tenants 4           # prompts of tenants, each with its share
 
 The core is driven as vLLM's manager drives it, call by call in the order of vLLM 0.32: lookups
 of every waiting request, `prepare_load`, `on_schedule_end`, `prepare_store`,
@@ -40,7 +41,7 @@ import sys
 import tempfile
 import time
 from collections import defaultdict, deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -51,7 +52,8 @@ from neighbour import Neighbour, phases
 from revision import ROOT, checked_out
 
 from kvstore.core import Core, Flow, HostPool, OwnedTier, PeerTier
-from kvstore.policies import create_policy
+from kvstore.plugins import build_policy
+from kvstore.policies.shares import Share, Shares, tenant_keys
 from kvstore.types import Completion, Move, Op, RecoveredTier
 
 POLICIES = ("lru", "fifo", "lfu", "arc", "sieve", "s3-fifo", "w-tinylfu", "hit-density")
@@ -76,6 +78,12 @@ SEGMENT = 4096
 
 def key_of(number: int) -> bytes:
     return hashlib.sha256(number.to_bytes(8, "little")).digest() + b"\0\0\0\0"
+
+
+def keys_of(args: argparse.Namespace, prompt: int, numbers: Iterable[int]) -> list[bytes]:
+    """The keys of a prompt: those of one tenant, where there are any."""
+    keys = map(key_of, numbers)
+    return tenant_keys(f"tenant-{prompt % args.tenants}", keys) if args.tenants else list(keys)
 
 
 class Disk:
@@ -201,12 +209,13 @@ class Server:
         while most and len(self.waiting) < most_waiting:
             most -= 1
             size, roll = self.args.keys, self.rng.random()
-            old = self.rng.randrange(self._known) * size
+            known = self.rng.randrange(self._known)
+            old = known * size
             kept = size if roll < 0.6 else size // 2 if roll < 0.8 else 0
             numbers = [*range(old, old + kept), *range(self._fresh, self._fresh + size - kept)]
             self._fresh += size - kept
             self._names += 1
-            prompt = Prompt(f"request-{self._names}", [key_of(number) for number in numbers])
+            prompt = Prompt(f"request-{self._names}", keys_of(self.args, known, numbers))
             self.core.on_new_request(prompt.name)
             self.waiting.append(prompt)
 
@@ -299,17 +308,27 @@ def build(
 ) -> Core:
     slots = -(-args.chunks // SEGMENT) * SEGMENT
     segments = list(range(slots // SEGMENT))
+    prompts = range(0, args.chunks, args.keys)
+    held = [
+        key
+        for at in prompts
+        for key in keys_of(args, at // args.keys, range(at, min(args.chunks, at + args.keys)))
+    ]
+    shares = None
+    if args.tenants:
+        its = Share(guaranteed=0.5 / args.tenants)
+        shares = Shares({f"tenant-{number}": its for number in range(args.tenants)})
     opening = RecoveredTier(
         "disk",
         "disk",
-        [(key_of(number), number) for number in range(args.chunks)],
+        list(zip(held, range(args.chunks), strict=True)),
         SEGMENT,
         segments,
         len(segments),
     )
-    tier = OwnedTier(0, opening, create_policy(policy, slots), 1024, flow=Flow(flow))
+    tier = OwnedTier(0, opening, build_policy(policy, slots, shares), 1024, flow=Flow(flow))
     ahead = 0 if flow == "write-through" else args.rows // 10
-    pool = HostPool(args.rows, create_policy(policy, args.rows), None, ahead)
+    pool = HostPool(args.rows, build_policy(policy, args.rows, shares), None, ahead)
     peers = [] if others is None else [PeerTier(1, others, 1024)]
     return Core(pool, [tier, *peers], events=False)
 
@@ -409,7 +428,7 @@ def case(args: argparse.Namespace, tree: Path, policy: str, flow: str) -> list[d
     """Rows measured in a process of its own over the code in `tree`: one, without a neighbour."""
     command = [sys.executable, __file__, "--one", "--policies", policy, "--flows", flow]
     names = ("rows", "chunks", "waiting", "keys", "steps", "rounds", "clock", "arrivals", "portion")
-    for name in (*names, "neighbour"):
+    for name in (*names, "neighbour", "tenants"):
         command += [f"--{name}", str(getattr(args, name))]
     done = subprocess.run(
         command,
@@ -452,6 +471,7 @@ def main() -> None:
         help="cpu: processor time of the thread, for machines that others use",
     )
     parser.add_argument("--neighbour", type=int, default=0, metavar="CHUNKS")
+    parser.add_argument("--tenants", type=int, default=0, help="that have prompts of their own")
     parser.add_argument("--against", metavar="REV", help="measure this revision too, in turn")
     parser.add_argument("--profile", action="store_true", help="name the worst step of --one")
     parser.add_argument("--one", action="store_true", help="one case, in this process")
