@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -105,12 +106,21 @@ def test_the_pace_of_computing_is_measured_though_all_chunks_are_on_disk(
 
 def test_answers_are_equal_to_the_last_bit_over_aborts_resets_and_a_restart(tmp_path: Path) -> None:
     """Its weights are such that wrong KV gives wrong tokens, which dummy weights may not."""
-    log = tmp_path / "log.txt"
     options = ["--model", "lfm2", "--turns", "32", "--each", "16", "--seed", "7"]
-    status = run_script(TURNS, options, tmp_path, log, {}, launcher=None, timeout=ENGINE_SECONDS)
-    text = log.read_text()
-    assert status == 0, text[-4000:]
-    found = json.loads(text.strip().rpartition("\n")[2])
+    options += ["--folder", str(tmp_path)]
+
+    def part(name: str, first: int = 0) -> str:
+        log = tmp_path / f"{name}-{first}.txt"
+        its = [*options, "--part", name, "--first", str(first)]
+        status = run_script(TURNS, its, tmp_path, log, {}, timeout=ENGINE_SECONDS)
+        assert status == 0, log.read_text()[-4000:]
+        return log.read_text()
+
+    part("turns")
+    found: Counter[str] = Counter()
+    for first in (0, 16):
+        lines = part("engine", first).splitlines()
+        found.update(json.loads(next(line for line in lines if line.startswith("{"))))
     assert found["turns"] == 32
     assert found["wrong tokens"] == found["wrong log probabilities"] == 0
     for what in ("aborted", "resets", "loaded from disk", "loaded from host"):
