@@ -65,6 +65,8 @@ class ShareClient:
         met: names of damaged values that it has read.
     """
 
+    complaint: str | None = None
+
     def __init__(self, server: ShareServer) -> None:
         self._server = server
         self.met: set[str] = set()

@@ -82,7 +82,13 @@ class StoreClient(Protocol):
 
 @runtime_checkable
 class ListingClient(StoreClient, Protocol):
-    """A client that can list the values of its store."""
+    """A client that can list the values of its store.
+
+    Attributes:
+        complaint: what an operator should know, as of the last listing; None if nothing.
+    """
+
+    complaint: str | None
 
     def listed(
         self, place: str, but: Collection[str]

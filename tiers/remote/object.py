@@ -163,7 +163,9 @@ class ObjectTier(StoreTier):
 
 
 class _Client:
-    """Client of an object store: see `StoreClient`."""
+    """Client of an object store: see `ListingClient`."""
+
+    complaint: str | None = None
 
     def __init__(self, store: Any) -> None:
         self._store = store

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import itertools
 import os
@@ -51,10 +52,17 @@ _LIST = """
 local found = redis.call('SCAN', ARGV[1], 'MATCH', ARGV[2], 'COUNT', ARGV[3])
 local idle = {}
 for at, name in ipairs(found[2]) do idle[at] = redis.call('OBJECT', 'IDLETIME', name) or 0 end
-return {found[1], redis.call('TIME')[1], found[2], idle}
+local function told(section, name)
+    return tonumber(string.match(redis.call('INFO', section), name .. ':(%d+)'))
+end
+local now = tonumber(redis.call('TIME')[1])
+local late = (now - told('server', 'lru_clock') + 2 ^ 23) % 2 ^ 24 - 2 ^ 23
+return {found[1], now - late, found[2], idle, told('stats', 'evicted_keys')}
 """
-"""Returns where the next call goes on, the server's time, names, and for how long each value was
-neither read nor stored. In one call, as a call for each value would keep this process busy."""
+"""Returns where the next call goes on, the time, names, for how long each value was neither read
+nor stored, and how many values the server has evicted so far. In one call, as a call for each value
+would keep this process busy. The time is that of the clock by which the server knows how long: it
+has 24 bits of seconds, and is up to a tenth of a second late. So each listing finds the same."""
 
 _SPECIAL = re.compile(r"[\\*?\[\]]")
 """What means something in a pattern of the server."""
@@ -67,7 +75,7 @@ class RedisTier(StoreTier):
     """A Redis or Valkey server, shared by all processes that name it.
 
     The server limits its memory and evicts: set `maxmemory` and a policy such as `allkeys-lru`.
-    It knows of no tenants: for their shares set `capacity_bytes`, below what the server has.
+    It knows of no tenants: for their shares set `capacity_bytes`, far below `maxmemory`.
 
     Args:
         url: `redis://host:port/db`, `rediss://` with TLS, or `unix:///path?db=0`. Name and password
@@ -127,15 +135,16 @@ class RedisTier(StoreTier):
             timeout=self._timeout,
             **(VERIFIED if self._url.startswith("rediss:") else {}),
         )
-        return self._client_of(client.Redis.from_pool(pool), self._expire_ms)
+        return self._client_of(client.Redis.from_pool(pool), self._expire_ms, self._timeout)
 
 
 class _Client:
     """Client of a Redis server: see `StoreClient`."""
 
-    def __init__(self, server: Any, expire_ms: int) -> None:
+    def __init__(self, server: Any, expire_ms: int, timeout: float) -> None:
         self._server = server
         self._expire_ms = expire_ms
+        self._timeout = timeout
 
     async def exists(self, names: Sequence[str]) -> list[bool]:
         # One command first: usually all or none of a prompt's chunks exist.
@@ -219,6 +228,9 @@ class _Client:
 class _ListingClient(_Client):
     """The same for a store that has a capacity: see `ListingClient`."""
 
+    complaint: str | None = None
+    _evicted: int | None = None
+
     async def listed(
         self, place: str, but: Collection[str]
     ) -> AsyncIterator[Sequence[tuple[str, float]]]:
@@ -230,7 +242,12 @@ class _ListingClient(_Client):
         cursor = b"0"
         while True:
             call = ("EVAL", _LIST, 0, cursor, pattern, LISTED_AT_ONCE)
-            ((cursor, now, names, idle),) = await self._answers([call])
+            try:
+                # Older releases of the package wait for ever on a connection that has died.
+                async with asyncio.timeout(self._timeout):
+                    ((cursor, now, names, idle, evicted),) = await self._answers([call])
+            except TimeoutError:
+                raise StoreError(f"no answer within {self._timeout} s") from None
             found = sorted(
                 (name.decode(errors="replace"), float(now) - seconds)
                 for name, seconds in zip(names, idle, strict=True)
@@ -240,6 +257,13 @@ class _ListingClient(_Client):
                     yield list(some)
             if cursor == b"0":
                 break
+        self.complaint = None
+        if self._evicted is not None and evicted > self._evicted:
+            self.complaint = (
+                f"the server has evicted {evicted - self._evicted} values of all that it holds, "
+                "whoever's they were: let capacity_bytes be less, or its maxmemory more"
+            )
+        self._evicted = evicted
 
 
 def _fault(error: Exception) -> StoreError:

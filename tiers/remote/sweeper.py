@@ -152,7 +152,7 @@ class Sweeper:
         self._fault: str | None = None
         self._due = asyncio.Event()
         self._sweeping = asyncio.Lock()
-        self._failed = False
+        self._told_fault: str | None = None
 
     def stored(self, count: int) -> None:
         """Note that this process has stored so many values."""
@@ -201,27 +201,28 @@ class Sweeper:
             try:
                 ages = await self._remove_unused(client, left)
                 self.left -= left
+                complaint = client.complaint
                 if self._capacity is not None:
                     await self._remove_oldest(client, ages, self._capacity)
             except StoreError as error:
                 # What cannot be removed now is found by the next sweep.
-                self._tell(error)
+                self._tell(f"the store cannot be swept ({error}): it may grow beyond its capacity")
             else:
-                self._failed = False
+                self._tell(complaint)
 
-    def _tell(self, error: StoreError) -> None:
-        """Tell that a store of a capacity cannot be swept; log it once."""
+    def _tell(self, fault: str | None) -> None:
+        """Tell what is wrong with a store of a capacity; log it once, until nothing is."""
         if self._capacity is None:
             return
-        self._fault = f"the store cannot be swept: {error}"
-        if not self._failed:
-            self._failed = True
+        if fault is not None and self._told_fault is None:
             logger.warning(
-                "%s: the store cannot be swept (%s): it may grow beyond its capacity",
+                "%s: %s",
                 self._place,
-                error,
-                extra=about("store.not_swept", place=self._place, error=error),
+                fault,
+                extra=about("store.not_swept", place=self._place, error=fault),
             )
+        self._told_fault = fault
+        self._fault = fault or self._fault
 
     async def _remove_unused(self, client: ListingClient, left: set[str]) -> Ages:
         """Remove values of epochs that nobody uses, and count the others if there is a capacity."""

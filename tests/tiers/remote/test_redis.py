@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 import subprocess
+import time
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
@@ -15,7 +16,7 @@ import pytest
 from kvstore.policies.shares import Places, Share, Shares, tenant_keys
 from kvstore.testing.bench import TierBench, key_of
 from kvstore.tiers.base import Tier
-from kvstore.tiers.remote.client import ListingClient
+from kvstore.tiers.remote.client import ListingClient, StoreError
 from kvstore.tiers.remote.record import RECORD_BYTES
 from kvstore.tiers.remote.sweeper import PARTS
 from kvstore.types import TierPlace
@@ -361,6 +362,61 @@ async def test_a_server_that_does_not_know_when_values_were_used_is_told_of(
     (fault,) = await one.store(keys_of(range(1)))
     assert fault is not None
     assert "LFU" in fault
+
+
+async def test_a_server_that_evicts_by_itself_is_told_of(
+    limited: Callable[..., Limited], caplog: pytest.LogCaptureFixture
+) -> None:
+    """Its maxmemory is less than the capacity: it knows of no tenants, and takes from any."""
+    one = limited()
+    await one.store(keys_of(range(60)))
+    await one.tier.sweep()
+    assert await one.store(keys_of(range(1))) == {None}
+    used = one.client.info("memory")["used_memory"]
+    one.client.config_set("maxmemory", int(used) - 100_000)
+    # These may begin a sweep, too.
+    faults = await one.store(keys_of(range(60, 64)))
+    await one.tier.sweep()
+    one.client.config_set("maxmemory", 0)
+    assert "values of all that it holds, whoever's they were" in caplog.text
+    faults |= await one.store(keys_of(range(1)))
+    assert any("capacity_bytes be less, or its maxmemory" in str(fault) for fault in faults)
+    await one.tier.sweep()
+    assert await one.store(keys_of(range(1))) == {None}
+
+
+async def test_every_listing_finds_the_same_times(limited: Callable[..., Limited]) -> None:
+    """The server knows the time by two clocks, one of them up to a tenth of a second late."""
+    one = limited()
+    await one.store(keys_of(range(3)))
+    client = one.tier.connect()
+    assert isinstance(client, ListingClient)
+    found: set[tuple[str, float]] = set()
+    end = time.monotonic() + 2.5
+    while time.monotonic() < end:
+        async for values in client.listed(one.tier._place, ()):
+            found.update(values)
+    await client.close()
+    assert len(found) == 3
+    assert all(abs(time.time() - since) < 30 for _, since in found)
+
+
+async def test_a_sweep_of_a_server_that_is_frozen_ends_and_is_told_of(
+    server: RedisServer, limited: Callable[..., Limited], caplog: pytest.LogCaptureFixture
+) -> None:
+    one = limited()
+    await one.store(keys_of(range(1)))
+    one.tier._timeout = 0.3
+    client = one.tier.connect()
+    assert isinstance(client, ListingClient)
+    server.freeze()
+    try:
+        with pytest.raises(StoreError, match=r"no answer within 0\.3 s"):
+            async for _ in client.listed(one.tier._place, ()):
+                pass
+    finally:
+        server.start()
+        await client.close()
 
 
 def test_without_a_capacity_nothing_is_listed() -> None:

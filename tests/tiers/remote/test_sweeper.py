@@ -287,7 +287,7 @@ async def test_a_sweep_that_fails_is_told_once_and_the_next_one_counts(
     assert [each.levelname for each in told] == ["WARNING"]
     assert "the store cannot be swept (EIO)" in told[0].message
     assert "a sweep raised" in caplog.text
-    assert "the store cannot be swept: EIO" in counted
+    assert any(each.startswith("the store cannot be swept (EIO)") for each in counted)
     await bench.close()
 
 
