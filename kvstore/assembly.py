@@ -214,14 +214,22 @@ def spans_of(
     return SpanWriter(tier_names([view.stats() for view in views]), chunk_bytes)
 
 
+SIZES = ("chunk_bytes", "slot_bytes")
+"""What each identity says of the size of chunks."""
+
+
 def namespace_of(
     config: Config, chunk_bytes: int, slot_bytes: int, label: str, identity: Mapping[str, Any]
 ) -> Namespace:
     """Return the namespace of chunks of this size and identity, named by `config` or `label`.
 
     Raises:
-        ConfigError: if chunks cannot be encoded as `config` demands.
+        ConfigError: if chunks cannot be encoded as `config` demands, or if `identity` has a name
+            that is added here.
     """
+    taken = {*SIZES, *(("encryption",) if config.encryption_keys is not None else ())}
+    if both := sorted(taken & identity.keys()):
+        raise ConfigError(f"identity has {both[0]!r}, which kvstore adds itself: call it otherwise")
     whole = {**identity, "chunk_bytes": chunk_bytes, "slot_bytes": slot_bytes}
     codecs = codecs_of(config, chunk_bytes, identity)
     if "codec" in codecs:

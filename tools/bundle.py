@@ -44,6 +44,10 @@ def parse_key(option: str, text: str) -> bytes:
         raise ConfigError(f"{option} {text!r}: must be the key in hex") from error
 
 
+MOST_AGE = 1e10
+"""Seconds, three hundred years."""
+
+
 def parse_age(option: str, text: str) -> float:
     """Parse an age, such as ``"90s"``, ``"15m"``, ``"36h"`` or ``"7d"``, to seconds.
 
@@ -51,9 +55,12 @@ def parse_age(option: str, text: str) -> float:
         ConfigError: for anything else; the message begins with `option`.
     """
     match = re.fullmatch(r"(\d+(?:\.\d+)?)([smhd])", text)
-    if match is None:
-        raise ConfigError(f'{option} {text!r}: allowed are ages such as "90s", "15m", "36h", "7d"')
-    return float(match[1]) * {"s": 1, "m": 60, "h": 3600, "d": 86400}[match[2]]
+    seconds = float(match[1]) * {"s": 1, "m": 60, "h": 3600, "d": 86400}[match[2]] if match else -1
+    if not 0 <= seconds <= MOST_AGE:
+        raise ConfigError(
+            f'{option} {text!r:.60}: allowed are ages such as "90s", "15m", "36h", "7d"'
+        )
+    return seconds
 
 
 def run_export(options: argparse.Namespace) -> int:

@@ -27,12 +27,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     # Only what one command needs is imported: a script may run it a thousand times.
     none = "" if words[:1] == ["--version"] else None
     wanted = next((word for word in words if word in COMMANDS), none)
-    options = _parser(wanted).parse_args(words)
-    for stream in (sys.stdout, sys.stderr):
-        # Escape characters that the terminal's encoding lacks instead of failing.
-        if isinstance(stream, io.TextIOWrapper):
-            stream.reconfigure(errors="backslashreplace")
     try:
+        options = _parser(wanted).parse_args(words)
+        for stream in (sys.stdout, sys.stderr):
+            # Escape characters that the terminal's encoding lacks instead of failing.
+            if isinstance(stream, io.TextIOWrapper):
+                stream.reconfigure(errors="backslashreplace")
         status: int = options.run(options)
         if sys.stdout is not None:
             sys.stdout.flush()

@@ -56,6 +56,7 @@ class Finding:
         loaded: chunks that came from it; of a namespace, reads of the chunks that it holds.
         saved_s: seconds of computing that they have saved; None where that is not known.
         advice: what to change, one sentence each.
+        faults: of a namespace, how many things are wrong with its files.
     """
 
     place: str
@@ -63,6 +64,7 @@ class Finding:
     loaded: int
     saved_s: float | None
     advice: list[str] = field(default_factory=list)
+    faults: int = 0
 
 
 def add_doctor_arguments(parser: argparse.ArgumentParser) -> None:
@@ -83,7 +85,7 @@ def add_doctor_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run_doctor(options: argparse.Namespace) -> int:
-    """Print the findings; 1 if a place does not help.
+    """Print the findings; 1 if a place does not help, or a cache has a fault.
 
     Raises:
         KVStoreError: if the server does not answer, or has no metrics of kvstore; or if there is
@@ -107,7 +109,7 @@ def run_doctor(options: argparse.Namespace) -> int:
         print_json({"waited_s": waited, "places": places, "drives": known})
     else:
         print("\n".join([*_lines(findings, waited), *map(_of_drive, drives)]))
-    return int(any(each.verdict == "does not help" for each in findings))
+    return int(any(each.faults or each.verdict == "does not help" for each in findings))
 
 
 def diagnose(now: Snapshot) -> list[Finding]:
@@ -143,6 +145,7 @@ def _namespace(path: Path, held: NamespaceSurvey) -> Finding:
             f"{live:,} chunks are kept, and {reused:,} of them were read again: try "
             '"admission": "reuse" or "endurance", or see kvstore simulate.'
         )
+    found.faults = len(held.faults)
     if held.faults:
         found.advice.append(f"{counted(len(held.faults), 'fault')}: see kvstore verify {folder}.")
     if live and not any(lane.owner for lane in held.lanes):

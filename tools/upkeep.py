@@ -121,10 +121,16 @@ def run_purge(options: argparse.Namespace) -> int:
 def run_gc(options: argparse.Namespace) -> int:
     """Empty all namespaces but those used last, and those that a process has open.
 
-    Returns 1 if a namespace or a lane was refused, 2 if one failed.
+    One that no server would open takes no place among those that are kept.
+
+    Returns 1 if a namespace or a lane was refused or is left with a fault, 2 if one failed.
     """
     found = [(each, _last_use(each)) for each in namespaces_to_change(options.path)]
-    unknown = [each for each, _ in found if not each.identity and not Path(each.path).is_symlink()]
+    unknown = [
+        each
+        for each, _ in found
+        if each.lost or not (each.identity or Path(each.path).is_symlink())
+    ]
     found = [each for each in found if each[0] not in unknown]
     found.sort(key=lambda each: each[1], reverse=True)
     kept = [each for each, used in found if used][: options.keep]
@@ -133,8 +139,17 @@ def run_gc(options: argparse.Namespace) -> int:
     old = [each for each, used in found if each not in kept and (used or _segments(each))]
     # Of no other files is known whose they are.
     foreign = [
-        each for each, _ in found if each not in kept and each not in old and _file_bytes(each)
+        each
+        for each, _ in found
+        if each not in kept and each not in old and (_file_bytes(each) or each.lanes)
+        if each.faults or _file_bytes(each)
     ]
+    left = {
+        each.name: str((each.lost or each.faults[0]).what)
+        if each.faults
+        else "holds no file of a lane"
+        for each in (*unknown, *foreign)
+    }
     links = [each for each, _ in found if Path(each.path).is_symlink()]
     if not options.json:
         for each, used in found:
@@ -143,8 +158,7 @@ def run_gc(options: argparse.Namespace) -> int:
                 ago = f"used {age(used)} ago" if used else "no chunks"
                 print(f"{what:<6}{each.name}, {format_size(_file_bytes(each))}, {ago}")
         for each in (*unknown, *foreign):
-            why = each.faults[0].what if each.faults else "holds no file of a lane"
-            print(f"leave {each.name}, {format_size(_file_bytes(each))}: {why}")
+            print(f"leave {each.name}, {format_size(_file_bytes(each))}: {left[each.name]}")
     if old and _asks(options):
         _confirm(f"empty {counted(len(old), 'namespace')} in {options.path}?")
     modes, dry_run = options.strict_modes, options.dry_run
@@ -159,14 +173,16 @@ def run_gc(options: argparse.Namespace) -> int:
         forgot += purge(options.path, namespace=each.name, dry_run=dry_run, strict_modes=modes)
     if options.json:
         names = [each.name for each in old]
-        print_json({"emptied": names, "lanes": [dataclasses.asdict(one) for one in forgot]})
+        lanes = [dataclasses.asdict(one) for one in forgot]
+        print_json({"emptied": names, "left": left, "lanes": lanes})
     else:
         for one in forgot:
             _print_purged(one, dry_run)
         for other in gave:
             _print_compacted(other, dry_run)
     done: list[CompactedLane | PurgedLane] = [*forgot, *gave]
-    return _status(any(one.refused for one in done) or any(one.faults for one in forgot), done)
+    bad = any(one.refused for one in done) or any(one.faults for one in forgot)
+    return _status(bad or any(each.faults for each in (*unknown, *foreign)), done)
 
 
 def _last_use(namespace: NamespaceSurvey) -> int:

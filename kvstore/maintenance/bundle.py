@@ -53,6 +53,9 @@ MAX_HEADER = 100 * 2**20
 
 NO_KEY = "payload is encrypted with a key that is not known"
 
+WRITTEN_AT_ONCE = 64 * 2**20
+"""Most payload bytes that are read before it is looked whether a server has replaced some."""
+
 HOST_BYTES = 64 * 2**20
 """Host memory through which chunks are imported, at least two of them."""
 
@@ -212,7 +215,8 @@ def export_bundle(
 
     Those from before the newest reset are left out: see `places_of`.
 
-    The file appears whole or not at all. A chunk that is not what its record says is left out.
+    The file appears whole or not at all. A chunk that is not what its record says is left out, and
+    one that a server replaces meanwhile.
 
     Args:
         used_since_ms: only chunks stored or read since then, in ms since 1970.
@@ -220,7 +224,7 @@ def export_bundle(
     Raises:
         KVStoreError: if there is no one namespace at `path` that can be opened, if a key is not
             there, if the file exists and shall not be replaced, if there are too many chunks for
-            one bundle, or if there is a reset meanwhile.
+            one bundle, if none is whole, or if there is a reset meanwhile.
         OSError: if the file cannot be written.
     """
     namespace = the_namespace(path)
@@ -273,23 +277,50 @@ def _write(
     total = sum(place.size for place in found.values())
     good: dict[bytes, Place] = {}
     out.seek(8 + room)
-    for key, place in found.items():
-        payload = read_chunk(place)
-        if payload is None:
-            what = "payload does not match its digest"
-            done.faults.append(Fault(str(place.path), place.slot, what, key.hex()))
-            continue
-        out.write(payload)
-        good[key] = place
-        done.chunks += 1
-        done.bytes += len(payload)
-        progress(done.bytes, total)
+    size = max(1, WRITTEN_AT_ONCE // next(iter(found.values())).size)
+    for keys in _batches(list(found), size):
+        payloads = {key: read_chunk(found[key]) for key in keys}
+        kept = _still_there([found[key] for key in keys])
+        for key, payload in payloads.items():
+            place = found[key]
+            # A payload that a server replaces meanwhile is no fault, and without its key nothing
+            # tells whether it is the one that belongs to the record.
+            if key not in kept and (payload is None or place.proof.sealed):
+                continue
+            if payload is None:
+                what = "payload does not match its digest"
+                done.faults.append(Fault(str(place.path), place.slot, what, key.hex()))
+                continue
+            out.write(payload)
+            good[key] = place
+            done.chunks += 1
+            done.bytes += len(payload)
+            progress(done.bytes, total)
+    if not good:
+        raise KVStoreError(f"{namespace.path} holds no whole chunk to export: see kvstore verify")
     out.seek(0)
     # Chunks that were left out make it shorter: spaces fill it up.
     out.write(room.to_bytes(8, "little") + _header(namespace, good).ljust(room))
     out.flush()
     os.fsync(out.fileno())
     return done
+
+
+def _still_there(places: Collection[Place]) -> set[bytes]:
+    """Return the keys of those chunks whose records are what they were."""
+    kept: set[bytes] = set()
+    for path in {place.path for place in places}:
+        try:
+            _, live, _ = read_index(path)
+        except (ForeignFileError, OSError):
+            continue  # A running server removed it.
+        now = dict(zip(live.slots, zip(live.keys(), live.digests(), strict=True), strict=True))
+        kept |= {
+            place.proof.key
+            for place in places
+            if place.path == path and now.get(place.slot) == (place.proof.key, place.proof.value)
+        }
+    return kept
 
 
 def _segment_bytes(namespace: NamespaceSurvey) -> int:
@@ -394,7 +425,8 @@ def import_bundle(
                     payload = proof.check(read_payload(fd, offset, bundle.chunk_bytes), sealer)
                     if payload is None:
                         known = proof.checkable(sealer)
-                        what = "payload does not match its digest" if known else NO_KEY
+                        proves = "seal" if proof.sealed else "digest"
+                        what = f"payload does not match its {proves}" if known else NO_KEY
                         done.faults.append(Fault(str(file), None, what, key.hex()))
                     else:
                         right[key] = payload
@@ -480,6 +512,8 @@ def _read_header(fd: int, file: Path) -> _Bundle:
         if told["format"] != FORMAT or told["version"] != str(VERSION):
             raise wrong(f"its format is {told['format']!r}, version {told['version']!r}")
         identity, digests = json.loads(told["identity"]), json.loads(told["digests"])
+        if not entries:
+            raise wrong("it holds no chunk")
         sizes = {int(end) - int(start) for start, end in _offsets(entries)}
         if len(sizes) != 1 or identity["chunk_bytes"] not in sizes:
             raise wrong("its chunks are not of one size")

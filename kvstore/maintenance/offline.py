@@ -21,7 +21,13 @@ from kvstore.errors import (
     PathUnusableError,
 )
 from kvstore.maintenance.compaction import Compaction, compact_lane
-from kvstore.maintenance.survey import LaneSurvey, NamespaceSurvey, check_folder, survey
+from kvstore.maintenance.survey import (
+    NOT_FOLLOWED,
+    LaneSurvey,
+    NamespaceSurvey,
+    check_folder,
+    survey,
+)
 from kvstore.policies.shares import tag_of
 from kvstore.tiers.disk.fault import Fault
 from kvstore.tiers.disk.format import RECORD_BYTES
@@ -141,13 +147,14 @@ def compact(
     done = []
     for its in namespaces_to_change(path):
         if Path(its.path).is_symlink():
-            done.append(CompactedLane(its.path, None, refused=_link(its)))
+            done.append(CompactedLane(its.path, None, refused=_link(its.path)))
             continue
         try:
             read_namespace(Path(its.path))
         except KVStoreError as error:
             done.append(CompactedLane(its.path, None, failed=str(error)))
             continue
+        done += [CompactedLane(each, None, refused=_link(each)) for each in its.links]
         for lane in its.lanes:
             folder, one = Path(lane.path), CompactedLane(lane.path, None)
             done.append(one)
@@ -206,7 +213,8 @@ def purge(
     done = []
     for its in namespaces_to_change(path, namespace):
         if Path(its.path).is_symlink():
-            done.append(PurgedLane(its.path, 0, 0, refused=_link(its)))
+            done.append(PurgedLane(its.path, 0, 0, refused=_link(its.path)))
+        done += [PurgedLane(each, 0, 0, refused=_link(each)) for each in its.links]
         for lane in its.lanes:
             folder, one = Path(lane.path), PurgedLane(lane.path, 0, 0)
             done.append(one)
@@ -246,8 +254,8 @@ def namespaces_to_change(path: PathLike, name: str | None = None) -> list[Namesp
     return named
 
 
-def _link(namespace: NamespaceSurvey) -> str:
-    return f"{namespace.path} is a symbolic link; it is not followed"
+def _link(path: str) -> str:
+    return f"{path} {NOT_FOLLOWED}"
 
 
 def _check_lane(folder: Path, lane: LaneSurvey, trust: Trust) -> None:

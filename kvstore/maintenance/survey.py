@@ -27,6 +27,7 @@ from kvstore.tiers.disk.segment import is_probe, segment_files
 from kvstore.tiers.sealing import Sealer, is_sealed
 
 __all__ = [
+    "NOT_FOLLOWED",
     "Fault",
     "LaneSurvey",
     "NamespaceSurvey",
@@ -37,6 +38,8 @@ __all__ = [
     "survey",
     "verify",
 ]
+
+NOT_FOLLOWED = "is a symbolic link; it is not followed"
 
 REPORT_BYTES = 8 * 1024 * 1024
 """Bytes of payload between two reports of progress."""
@@ -98,7 +101,8 @@ class NamespaceSurvey:
 
     `epochs` are those in which somebody is: the newest, in which who opens it next will be, and
     older ones of processes that were not reset since. `lost` is the fault of a file `epoch` that
-    is older than chunks are. `sealed` says whether its chunks are encrypted.
+    is older than chunks are, or cannot be read. `sealed` says whether its chunks are encrypted.
+    `links` are lanes that are symbolic links.
     """
 
     name: str
@@ -109,6 +113,7 @@ class NamespaceSurvey:
     digest: str | None = None
     lost: Fault | None = None
     sealed: bool = False
+    links: list[str] = field(default_factory=list)
     lanes: list[LaneSurvey] = field(default_factory=list)
     faults: list[Fault] = field(default_factory=list)
 
@@ -219,7 +224,7 @@ def verify(path: str | os.PathLike[str], keys: str | None = None) -> Iterator[Fa
 def _namespace(folder: Path) -> NamespaceSurvey:
     found = NamespaceSurvey(folder.name or str(folder), str(folder), {})
     if folder.is_symlink():
-        found.faults.append(Fault(str(folder), None, "is a symbolic link; it is not followed"))
+        found.faults.append(Fault(str(folder), None, NOT_FOLLOWED))
         return found
     try:
         described = read_namespace(folder)
@@ -230,12 +235,15 @@ def _namespace(folder: Path) -> NamespaceSurvey:
     try:
         found.epoch = read_epoch(folder)
     except KVStoreError as error:
-        found.faults.append(Fault.of(folder / EPOCH_NAME, error))
+        found.lost = Fault.of(folder / EPOCH_NAME, error)
+        found.faults.append(found.lost)
     try:
         lanes = lane_folders(folder)
     except OSError as error:
         found.faults.append(Fault.of(folder, error))
         return found
+    found.links = [str(each) for each in sorted(folder.glob("lane-[0-9]*")) if each.is_symlink()]
+    found.faults += [Fault(each, None, NOT_FOLLOWED) for each in found.links]
     epochs = {found.epoch}
     for number, lane_folder in lanes:
         owner = lane_owner(lane_folder)

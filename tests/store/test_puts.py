@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -363,3 +363,28 @@ async def test_a_prompt_larger_than_the_disk_keeps_its_head_there(
             found += len(chunks)
         assert rows < slots < len(keys)
         assert found >= slots - (0 if flow == "write-through" else rows)
+
+
+@pytest.mark.parametrize("change", ["insert", "append", "clear"])
+async def test_a_list_of_keys_that_changes_meanwhile_changes_nothing(
+    open_store: Open, change: str
+) -> None:
+    whole = keys_of("prompt", 40)
+    buffers = [bytearray(CHUNK) for _ in whole]
+    async with open_store(disk=64) as store:
+        calls: list[Callable[[list[bytes]], Coroutine[Any, Any, int]]] = [
+            lambda keys: store.put(keys, payloads(whole), durable=True),
+            lambda keys: store.get_into(keys, buffers),
+        ]
+        for begin in calls:
+            given = list(whole)
+            task = asyncio.ensure_future(begin(given))
+            await asyncio.sleep(0)
+            if change == "insert":
+                given.insert(0, b"another")
+            elif change == "append":
+                given.append(b"another")
+            else:
+                given.clear()
+            assert await task == 40
+    assert [bytes(buffer) for buffer in buffers] == payloads(whole)

@@ -244,6 +244,21 @@ async def test_what_is_removed_is_gone_for_others_too(tmp_path: Path, server: Re
             assert await other.resolve(KEYS) == 2
 
 
+async def test_what_is_removed_after_a_reset_is_gone_for_others_too(
+    tmp_path: Path, server: RedisServer
+) -> None:
+    async with kvstore.open(host(tmp_path / "one", server)) as one:
+        await one.put(KEYS, payloads(KEYS))
+        await saved(one)
+        await one.reset()
+        await one.put(KEYS[:4], payloads(KEYS[:4]))
+        await saved(one)
+        await one.remove(KEYS[2:])
+        assert await one.resolve(KEYS) == 2
+        async with kvstore.open(host(tmp_path / "other", server)) as other:
+            assert await other.resolve(KEYS) == 2
+
+
 async def test_a_chunk_that_was_tampered_with_ends_the_prefix(
     tmp_path: Path, server: RedisServer
 ) -> None:

@@ -203,3 +203,13 @@ def test_what_an_entry_point_offers_must_be_a_tier(
     (tmp_path / "site" / "shelf.py").write_text("Shelf = dict\n")
     with pytest.raises(ConfigError, match="is not a subclass of Tier"):
         Config.from_mapping({"cpu_bytes_to_use": 4096, "tiers": [{"type": "shelf"}]})
+
+
+@pytest.mark.parametrize("name", ["chunk_bytes", "slot_bytes"])
+async def test_what_kvstore_adds_to_an_identity_may_not_stand_in_it(
+    tmp_path: Path, name: str
+) -> None:
+    config = {**small(tmp_path, disk=16), "identity": {"model": "m", name: 1}}
+    with pytest.raises(ConfigError, match=f"identity has '{name}', which kvstore adds itself"):
+        async with kvstore.open(config):
+            pass

@@ -15,6 +15,7 @@ from safetensors.numpy import load_file
 
 import kvstore
 from kvstore.errors import KVStoreError, PathUnusableError
+from kvstore.maintenance import bundle
 from kvstore.maintenance.bundle import export_bundle, import_bundle, places_of, the_namespace
 from kvstore.tiers.disk.epoch import raise_epoch
 from tests.store.support import CHUNK, contents, keys_of, payloads, small
@@ -336,3 +337,61 @@ async def test_a_chunk_is_shown_with_its_numbers(tmp_path: Path) -> None:
     assert "holds no chunk 00" in lost.stderr
     for wrong in ("xyz", ""):
         assert "must be the key in hex" in command("show", str(tmp_path), wrong).stderr or not wrong
+
+
+@pytest.mark.parametrize("sealed", [False, True])
+async def test_what_a_server_replaces_meanwhile_is_left_out_and_no_fault(
+    tmp_path: Path, sealed: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    secrets = tmp_path / "keys.toml"
+    more: dict[str, Any] = {}
+    if sealed:
+        assert command("keys", str(secrets), "--add", "*").returncode == 0
+        more = {"encryption_keys": str(secrets), "tenants": {}}
+    keys = kvstore.tenant_keys("alice", keys_of("old", 32))
+    new = kvstore.tenant_keys("alice", keys_of("new", 20))
+    path, real, begun = tmp_path / "here", bundle.read_chunk, False
+    config = small(path, disk=32)
+    config["tiers"][0]["capacity_bytes"] = 2 * config["tiers"][0]["segment_bytes"] + 2**14
+    async with kvstore.open({**config, **more}) as store:
+        assert await store.put(keys, payloads(keys), durable=True) == 32
+        loop = asyncio.get_running_loop()
+
+        def read(*what: Any) -> bytes | None:
+            nonlocal begun
+            if not begun:
+                begun = True
+                put = store.put(new, payloads(new), durable=True)
+                assert asyncio.run_coroutine_threadsafe(put, loop).result(60) == 20
+            return real(*what)
+
+        monkeypatch.setattr(bundle, "read_chunk", read)
+        file = tmp_path / "bundle"
+        done = await asyncio.to_thread(export_bundle, path, file)
+    assert done.faults == []
+    assert 0 < done.chunks < 32
+    read_in = import_bundle(file, tmp_path / "there", keys=str(secrets) if sealed else None)
+    assert (read_in.faults, read_in.stored) == ([], done.chunks)
+
+
+async def test_of_chunks_that_are_all_damaged_there_is_no_bundle(tmp_path: Path) -> None:
+    namespace = await fill(tmp_path / "here")
+    file = tmp_path / "bundle"
+    assert command("export", str(tmp_path / "here"), str(file)).returncode == 0
+    whole = file.read_bytes()
+    for place in places_of(the_namespace(namespace)).values():
+        with place.path.open("r+b") as segment:
+            segment.seek(place.offset)
+            segment.write(b"damage")
+    done = command("export", str(tmp_path / "here"), str(file), "--force")
+    assert done.returncode == 2
+    assert "holds no whole chunk to export: see kvstore verify" in done.stderr
+    assert file.read_bytes() == whole
+    assert list(tmp_path.glob(".bundle*")) == []
+
+
+@pytest.mark.parametrize("age", ["9" * 400 + "d", "99999999999d", "d", "-1d"])
+def test_an_age_that_is_none_is_refused(tmp_path: Path, age: str) -> None:
+    done = command("export", str(tmp_path), str(tmp_path / "bundle"), f"--used={age}")
+    assert done.returncode == 2
+    assert "allowed are ages such as" in done.stderr

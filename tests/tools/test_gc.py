@@ -7,6 +7,8 @@ import json
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 import kvstore
 from tests.store.support import CHUNK, keys_of, payloads, small
 from tests.tools.support import command, on_terminal
@@ -128,3 +130,31 @@ async def test_the_question_is_not_in_the_output_and_json_asks_as_well(tmp_path:
     assert "[y/N]" in asked
     assert ended == 2
     assert sum(held(tmp_path).values()) == 18
+
+
+@pytest.mark.parametrize("epoch", [None, "junk"])
+async def test_a_namespace_that_no_server_opens_takes_no_place_among_the_kept(
+    tmp_path: Path, epoch: str | None
+) -> None:
+    await three_models(tmp_path)
+    third = keys_of("third", 6)
+    async with kvstore.open(model(tmp_path, "third")) as store:
+        await store.reset()
+        await store.put(third, payloads(third))
+    (file,) = tmp_path.glob("third-*/epoch")
+    file.unlink()
+    if epoch is not None:
+        file.write_text(epoch)
+    for more in (["--dry-run"], []):
+        done = command("gc", str(tmp_path), "--keep", "1", *more)
+        assert done.returncode == 1, done.stdout + done.stderr
+        assert "keep  second-" in done.stdout
+        assert "leave third-" in done.stdout
+        assert "remove the folder" in done.stdout
+    assert held(tmp_path) == {"first": 0, "second": 6, "third": 6}
+    told = json.loads(command("gc", str(tmp_path), "--keep", "1", "--json").stdout)
+    assert [name.startswith("third-") for name in told["left"]] == [True]
+    # Nor is anything of it forgotten.
+    done = command("purge", str(tmp_path), "--namespace", file.parent.name, "--all")
+    assert done.returncode == 2
+    assert "remove the folder" in done.stdout

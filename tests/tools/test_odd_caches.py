@@ -358,11 +358,19 @@ def test_no_oddity_in_the_place_of_a_file_ends_a_command_by_a_traceback(
 def test_a_lane_that_is_no_folder_is_none(cache: Path, run: Run) -> None:
     namespace = namespace_of(cache)
     (namespace / "lane-1").write_text("a file")
-    (namespace / "lane-2").symlink_to("lane-0")
     os.mkfifo(namespace / "lane-3")
     for arguments in (*READING, *CHANGING):
         assert run(*arguments, cache)[0] == 0
         assert run(*arguments, namespace)[0] == 0
+
+
+def test_a_lane_that_is_a_symbolic_link_is_told_and_not_followed(cache: Path, run: Run) -> None:
+    (namespace_of(cache) / "lane-2").symlink_to("lane-0")
+    for arguments in (*READING, *CHANGING, ["gc", "--keep", "1"]):
+        status, told = run(*arguments, cache)
+        keeps = arguments[0] == "gc" and "keep" in told
+        assert keeps or (status, "lane-2" in told) == (1, True)
+        assert keeps or "is a symbolic link; it is not followed" in told
 
 
 # -- places and outputs -------------------------------------------------------------------------

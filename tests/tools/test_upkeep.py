@@ -380,7 +380,7 @@ async def test_a_segment_that_strayed_in_is_told_and_left_alone(
         )  # fmt: skip
     compact(here)
     # Nobody knows whose it is.
-    assert main(["gc", str(here), "--keep", "1"]) == 0
+    assert main(["gc", str(here), "--keep", "1"]) == 1
     assert ": belongs to another namespace" in capsys.readouterr().out
     assert stray.read_bytes() == before
 

@@ -203,10 +203,13 @@ class StoreTier(Tier):
         return []
 
     async def erase(self, keys: Sequence[bytes]) -> str | None:
+        # After a reset others still find what is in the epoch that they share.
+        prefixes = {self._prefix, f"{self._place}/{SHARED_EPOCH}/"}
+        parts = [keys[start : start + MOST_REMOVED] for start in range(0, len(keys), MOST_REMOVED)]
+
         async def remove() -> None:
-            for start in range(0, len(keys), MOST_REMOVED):
-                names = self._names(keys[start : start + MOST_REMOVED])
-                await self._remove(self._asking, names)
+            for prefix, part in itertools.product(prefixes, parts):
+                await self._remove(self._asking, [f"{prefix}{key.hex()}" for key in part])
 
         try:
             await self._loop.run(remove())
