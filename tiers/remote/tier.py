@@ -7,8 +7,7 @@ miss.
 A process begins in epoch 0 and shares what it stores with every process of the same namespace. When
 its tier is cleared, it moves to an epoch of its own: others keep using what was stored before, and
 never see what it stores from then on. If it is cleared again, the epoch that it leaves is removed,
-provided the client can list it. If the process was killed, each value is removed a week after it
-was stored. See `sweeper`.
+provided the client can list it; values of a process that was killed go a week later (`sweeper`).
 """
 
 from __future__ import annotations
@@ -205,10 +204,10 @@ class StoreTier(Tier):
     async def erase(self, keys: Sequence[bytes]) -> str | None:
         # After a reset others still find what is in the epoch that they share.
         prefixes = {self._prefix, f"{self._place}/{SHARED_EPOCH}/"}
-        parts = [keys[start : start + MOST_REMOVED] for start in range(0, len(keys), MOST_REMOVED)]
 
         async def remove() -> None:
-            for prefix, part in itertools.product(prefixes, parts):
+            for prefix, start in itertools.product(prefixes, range(0, len(keys), MOST_REMOVED)):
+                part = keys[start : start + MOST_REMOVED]
                 await self._remove(self._asking, [f"{prefix}{key.hex()}" for key in part])
 
         try:
