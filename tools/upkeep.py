@@ -141,13 +141,11 @@ def run_gc(options: argparse.Namespace) -> int:
     foreign = [
         each
         for each, _ in found
-        if each not in kept and each not in old and (_file_bytes(each) or each.lanes)
-        if each.faults or _file_bytes(each)
+        if each not in kept and each not in old
+        if _file_bytes(each) or (each.lanes and each.faults)
     ]
     left = {
-        each.name: str((each.lost or each.faults[0]).what)
-        if each.faults
-        else "holds no file of a lane"
+        each.name: (each.lost or each.faults[0]).what if each.faults else "holds no file of a lane"
         for each in (*unknown, *foreign)
     }
     links = [each for each, _ in found if Path(each.path).is_symlink()]
