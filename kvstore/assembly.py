@@ -42,6 +42,7 @@ __all__ = [
     "assemble",
     "build",
     "key_ring",
+    "names_added",
     "namespace_of",
     "open_tiers",
     "rows_for",
@@ -214,8 +215,9 @@ def spans_of(
     return SpanWriter(tier_names([view.stats() for view in views]), chunk_bytes)
 
 
-SIZES = ("chunk_bytes", "slot_bytes")
-"""What each identity says of the size of chunks."""
+def names_added(*, encrypted: bool) -> set[str]:
+    """Return what `namespace_of` adds to an identity, besides codecs."""
+    return {"chunk_bytes", "slot_bytes", *(("encryption",) if encrypted else ())}
 
 
 def namespace_of(
@@ -227,9 +229,10 @@ def namespace_of(
         ConfigError: if chunks cannot be encoded as `config` demands, or if `identity` has a name
             that is added here.
     """
-    taken = {*SIZES, *(("encryption",) if config.encryption_keys is not None else ())}
-    if both := sorted(taken & identity.keys()):
-        raise ConfigError(f"identity has {both[0]!r}, which kvstore adds itself: call it otherwise")
+    if taken := names_added(encrypted=config.encryption_keys is not None) & identity.keys():
+        raise ConfigError(
+            f"identity has {min(taken)!r}, which kvstore adds itself: call it otherwise"
+        )
     whole = {**identity, "chunk_bytes": chunk_bytes, "slot_bytes": slot_bytes}
     codecs = codecs_of(config, chunk_bytes, identity)
     if "codec" in codecs:

@@ -25,16 +25,15 @@ _ONE_THING = (str, bytes, bytearray, memoryview)
 _BYTES = {bytes}
 
 
-def check_keys(keys: Sequence[bytes]) -> Sequence[bytes]:
-    """`keys` as a list or tuple of good keys, that nobody else changes during a call.
+def check_keys(keys: Sequence[bytes]) -> list[bytes]:
+    """`keys` as a list of good keys of its own, which nobody else changes during a call.
 
     Raises:
         BlockKeyError: for anything that is not a sequence of keys.
     """
     if isinstance(keys, _ONE_THING) or not isinstance(keys, Sequence):
         raise BlockKeyError(f"keys must be a list or another sequence of bytes, not {_kind(keys)}")
-    if not isinstance(keys, tuple):
-        keys = list(keys)
+    keys = list(keys)
     # Built-in functions walk over the keys: there may be many of them.
     if set(map(type, keys)) <= _BYTES:
         lengths = set(map(len, keys))

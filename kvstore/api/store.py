@@ -342,7 +342,7 @@ class Store:
             TimeoutError: if `timeout` seconds went by before the block began.
         """
         self._driver.check()
-        keys, request = list(check_keys(keys)), check_request(request)
+        keys, request = check_keys(keys), check_request(request)
         seconds = check_timeout(timeout)
         if not keys:
             return Lease(self._home, self._nothing, lambda chunks: None)

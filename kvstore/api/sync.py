@@ -170,7 +170,7 @@ class SyncStore:
         The chunks may be read in any thread, and the block may be left in any.
         """
         self._calls.check()
-        keys, request = list(check_keys(keys)), check_request(request)
+        keys, request = check_keys(keys), check_request(request)
         check_timeout(timeout)
         # It holds on to this face: a store that is forgotten closes.
         return SyncLease(self._calls, lambda: self._store.get(keys, request, timeout=timeout))

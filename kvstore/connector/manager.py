@@ -303,7 +303,7 @@ class KVStoreManager(OffloadingManager):
     def prepare_load(
         self, keys: Iterable[bytes], req_context: RequestContext | None = None
     ) -> HostLoadStoreSpec:
-        keys = check_keys(list(keys))
+        keys = check_keys(keys if isinstance(keys, list) else list(keys))
         if req_context is not None:
             rows = self._core.prepare_load(keys, req_context.req_id)
             self._loads(req_context.req_id)
@@ -344,7 +344,7 @@ class KVStoreManager(OffloadingManager):
     ) -> PrepareStoreOutput | None:
         self._end_if_late()
         self.stepper.absorb()
-        keys = check_keys(list(keys))
+        keys = check_keys(keys if isinstance(keys, list) else list(keys))
         if req_context is not None:
             self.computing.offered(req_context.req_id, keys)
             grant = self._core.prepare_store(keys, req_context.req_id)

@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from kvstore.api.sync import SyncStore, open_sync
+from kvstore.assembly import names_added
 from kvstore.config import Config, DiskConfig
 from kvstore.errors import MALFORMED, ForeignFileError, KVStoreError, PathUnusableError
 from kvstore.maintenance.payloads import Proof, read_payload, sealer_of
@@ -314,7 +315,7 @@ def _still_there(places: Collection[Place]) -> set[bytes]:
             _, live, _ = read_index(path)
         except (ForeignFileError, OSError):
             continue  # A running server removed it.
-        now = dict(zip(live.slots, zip(live.keys(), live.digests(), strict=True), strict=True))
+        now = live.by_slot()
         kept |= {
             place.proof.key
             for place in places
@@ -481,7 +482,7 @@ def _config(
         held = _files_at(path)
         room = (-(-len(bundle.places) // slots) + 1) * segment_bytes
         capacity_bytes = sum(held) + max(room, *held, 0)
-    own = ("chunk_bytes", "slot_bytes", *(("encryption",) if keys is not None else ()))
+    own = names_added(encrypted=keys is not None)
     return Config(
         cpu_bytes_to_use=max(HOST_BYTES, 2 * slot_bytes),
         chunk_bytes=bundle.chunk_bytes,

@@ -380,10 +380,9 @@ def _verify_segment(
             yield Fault.of(path, error)
         return
     geometry = header.geometry
-    digests = live.digests()
     try:
         unreported = 0
-        each = map(Proof, live.keys(), live.records["epoch"].tolist(), digests)
+        each = map(Proof, live.keys(), live.records["epoch"].tolist(), live.digests())
         for slot, proof in zip(live.slots, each, strict=True):
             offset = geometry.blocks_offset + slot * geometry.slot_bytes
             what = payload_fault(fd, offset, geometry.chunk_bytes, proof, sealer)
@@ -407,8 +406,7 @@ def _verify_segment(
             yield Fault.of(path, error)
         return
     # A record that has changed meanwhile belongs to a newer chunk.
-    before = dict(zip(live.slots, zip(live.keys(), digests, strict=True), strict=True))
-    after = dict(zip(again.slots, zip(again.keys(), again.digests(), strict=True), strict=True))
+    before, after = live.by_slot(), again.by_slot()
     for slot, key, what in suspects:
         if after.get(slot) == before[slot]:
             yield Fault(str(path), slot, what, key.hex())

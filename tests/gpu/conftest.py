@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import logging
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
@@ -27,9 +26,3 @@ def beds() -> Iterator[list[Bed]]:
     yield made
     for bed in made:
         bed.close()
-
-
-@pytest.fixture
-def info(caplog: pytest.LogCaptureFixture) -> Iterator[pytest.LogCaptureFixture]:
-    with caplog.at_level(logging.INFO, logger="kvstore"):
-        yield caplog

@@ -454,6 +454,10 @@ class LiveRecords:
         each = zip(self.records["length"].tolist(), self.records["last"].tolist(), strict=True)
         return [tag + _NONCE.pack(*nonce) for tag, nonce in zip(found, each, strict=True)]
 
+    def by_slot(self) -> dict[int, tuple[bytes, bytes]]:
+        """By slot, the key and the digest or seal: what tells whether a chunk is still there."""
+        return dict(zip(self.slots, zip(self.keys(), self.digests(), strict=True), strict=True))
+
     def outdated(self, keys: KeyRing) -> bool:
         """Whether the payload of any is sealed with another key than the newest of its tenant."""
         tags = (key[: keys.tag_bytes] for key in self.keys())
