@@ -131,7 +131,7 @@ class Completion:
         segments: the segment that GROW made ready (none if the tier cannot grow now), or those
             that CLEAR emptied.
         error: what went wrong, as text for one log line.
-        changes: what others have done to the tier number `tier`, if they write to it, too.
+        changes: what has changed in the tier number `tier` without the core.
         found: the (key, slot) pairs that LIST found; may name chunks that were displaced.
         unread: indices of the keys that PROMOTE or RELOCATE could not copy this time, but that
             may be intact. A chunk that failed and is not among them is lost. For ASK, the keys
@@ -158,18 +158,21 @@ class Completion:
 
 @dataclass(slots=True)
 class Changes:
-    """What others have done to a tier: keys that are gone, then (key, slot) that appeared.
+    """What has changed in a tier without the core: keys that are gone, then what else has changed.
 
     Attributes:
+        appeared: (key, slot) that others have stored. gone: keys that they have removed.
+        lost: (key, slot) of this process's own chunks that cannot be read any more.
         taken: the core has applied or dropped these changes, so more may be sent.
     """
 
     appeared: list[tuple[bytes, int]] = field(default_factory=list)
     gone: list[bytes] = field(default_factory=list)
+    lost: list[tuple[bytes, int]] = field(default_factory=list)
     taken: bool = field(default=False, compare=False)
 
     def __len__(self) -> int:
-        return len(self.appeared) + len(self.gone)
+        return len(self.gone) + len(self.appeared) + len(self.lost)
 
     def end(self) -> None:
         """Mark the changes as applied or dropped."""
@@ -177,10 +180,12 @@ class Changes:
 
     def part(self, start: int, count: int) -> Changes:
         """Return `count` changes from number `start` on, in time proportional to `count`."""
-        first = start - len(self.gone)
-        return Changes(
-            self.appeared[max(0, first) : max(0, first + count)], self.gone[start : start + count]
-        )
+        end = start + count
+        gone = self.gone[start:end]
+        start, end = max(0, start - len(self.gone)), max(0, end - len(self.gone))
+        appeared = self.appeared[start:end]
+        start, end = max(0, start - len(self.appeared)), max(0, end - len(self.appeared))
+        return Changes(appeared, gone, self.lost[start:end])
 
 
 @dataclass(slots=True)

@@ -71,8 +71,8 @@ class Tier(ABC):
     """A slower tier: see the module's text for its contract.
 
     Attributes:
-        is_peer: whether another process writes to it. It is then only read, and the engine calls
-            `refresh` now and then.
+        is_peer: whether another process writes to it. It is then only read.
+        refreshes: whether it may change without the core: the engine calls `refresh` now and then.
         is_store: whether it must be asked which chunks it has.
         encrypts: whether it encrypts chunks with the keys of its place. One that does not is
             refused where chunks are to be encrypted.
@@ -81,6 +81,7 @@ class Tier(ABC):
     """
 
     is_peer = False
+    refreshes = False
     is_store = False
     encrypts = False
     encodes = False
@@ -192,7 +193,7 @@ class Tier(ABC):
         raise NotImplementedError
 
     async def refresh(self) -> Changes:
-        """Return a portion of what others have done to a peer's tier since the last call.
+        """Return a portion of what has changed without the core since the last call.
 
         Called until a portion is empty; the tier has then looked everywhere, and pauses.
         """

@@ -30,10 +30,10 @@ __all__ = ["Beside", "Engine", "EngineThread", "end_engine"]
 logger = logging.getLogger("kvstore.engine")
 
 FOLLOW_SECONDS = 0.5
-"""How long it may take to notice chunks that others have stored."""
+"""How long it may take to notice chunks that others have stored, or that cannot be read now."""
 
 MOST_AHEAD = 4
-"""Most portions of others' changes that wait for the core; beyond that no more are read."""
+"""Most portions of changes that wait for the core; beyond that no more are read."""
 
 TAKEN_SECONDS = 0.01
 """How often to check whether the core has taken one in."""
@@ -95,11 +95,11 @@ class Engine:
             task.add_done_callback(self._tasks.discard)
 
     def begin(self) -> None:
-        """Begin to follow the tiers that others write to, and start the companions."""
+        """Begin to follow the tiers that change without the core, and start the companions."""
         loop = asyncio.get_running_loop()
         self._companions = {loop.create_task(self._accompany(one)) for one in self._beside}
         for index, tier in enumerate(self._tiers):
-            if tier.is_peer:
+            if tier.refreshes:
                 self._followers.append(loop.create_task(self._follow(index, tier)))
 
     @property
@@ -162,7 +162,7 @@ class Engine:
             )
 
     async def _follow(self, index: int, tier: Tier) -> None:
-        what = "cannot follow the lanes of other processes"
+        what = f"cannot learn what has changed in {tier.description}"
         ahead: deque[Changes] = deque()
         while True:
             await asyncio.sleep(FOLLOW_SECONDS)
@@ -186,7 +186,7 @@ class Engine:
                     )
                 continue
             self._complaints.went_well(
-                what, "the lanes of other processes are followed again", time.monotonic()
+                what, f"{tier.description}: changes are learned again", time.monotonic()
             )
 
     async def _run(self, move: Move) -> None:

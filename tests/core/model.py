@@ -1044,6 +1044,13 @@ class World:
             self.slots[tier][slot] = GARBAGE
             self.rotten.add((tier, slot))
 
+    def lose(self, tier: int, slots: Sequence[int]) -> None:
+        """What these slots hold cannot be read any more, of which the core is told."""
+        lost = [(self.slots[tier][slot][0], slot) for slot in slots]
+        for slot in slots:
+            self.rot(tier, slot)
+        self.done.append(Completion(NO_MOVE, [], changes=Changes(lost=lost), tier=tier))
+
     # -- checks ----------------------------------------------------------------------
 
     def check(self) -> None:
@@ -1472,8 +1479,11 @@ def rare_act(world: World, rng: random.Random) -> None:
         world.core.server_computes(rng.random() < 0.5, world.now)
     elif roll < 0.55:
         tier = rng.choice([tier for tier in tiers if tier != world.followed] or [0])
-        if world.slots[tier]:
-            world.rot(tier, rng.randrange(len(world.slots[tier])))
+        slots = range(len(world.slots[tier]))
+        if slots and rng.random() < 0.7:
+            world.rot(tier, rng.choice(slots))
+        else:
+            world.lose(tier, rng.sample(slots, rng.randrange(len(slots) + 1)))
     elif roll < 0.8:
         world.silent ^= {rng.choice(tiers)}
     else:

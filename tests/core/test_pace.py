@@ -92,7 +92,10 @@ def test_what_others_have_done_is_taken_in_bit_by_bit() -> None:
 
     rig.core._transfers.complete = complete  # type: ignore[method-assign]
     appeared, gone = [(key, slot) for slot, key in enumerate(chain("n", 200))], chain("gone", 100)
-    rig.core.poll(rig.now, [Completion(NO_MOVE, [], changes=Changes(appeared, gone), tier=0)])
+    lost = [(key, slot) for slot, key in enumerate(chain("lost", 100))]
+    changes = Changes(appeared, gone, lost)
+    assert len(changes) == 400
+    rig.core.poll(rig.now, [Completion(NO_MOVE, [], changes=changes, tier=0)])
     most = FEW.absorbed * NEWS_PER_CHUNK
     steps = 1
     while rig.core.behind:
@@ -101,6 +104,7 @@ def test_what_others_have_done_is_taken_in_bit_by_bit() -> None:
         steps += 1
     assert [key for part in heard for key in part.gone] == gone, "in order, and before the others"
     assert [pair for part in heard for pair in part.appeared] == appeared
+    assert [pair for part in heard for pair in part.lost] == lost
     assert not any(part.gone and before.appeared for before, part in pairwise(heard))
     assert steps > 1
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from kvstore.core.residency.index import MOST_FAILURES
+from kvstore.types import NO_MOVE, Changes, Completion
 from tests.core.rig import Rig, chain
 
 
@@ -67,6 +68,37 @@ def test_reads_in_between_that_go_well_make_the_count_begin_anew() -> None:
             rig.put(chain("b", 1))
             rig.settle()
     assert rig.core.tiers[0].entries
+
+
+def lose(rig: Rig, lost: dict[bytes, int]) -> None:
+    """The tier tells that these cannot be read any more."""
+    rig.core.poll(rig.now, [Completion(NO_MOVE, [], changes=Changes(lost=[*lost.items()]), tier=0)])
+
+
+def test_what_the_tier_says_is_lost_is_forgotten_where_it_still_lies() -> None:
+    keys = chain("a", 4)
+    rig = Rig(rows=8, on=[keys])
+    slots = dict(rig.core.tiers[0].entries)
+    free = rig.stats.tiers[0].free
+    lose(rig, {keys[1]: slots[keys[1]], keys[2]: slots[keys[3]], b"no chunk": 0})
+    assert set(rig.core.tiers[0].entries) == {keys[0], keys[2], keys[3]}
+    assert rig.stats.tiers[0].free == free + 1
+    assert rig.core.contains(keys) == [True, False, True, True]
+
+
+def test_what_is_lost_while_it_is_read_is_forgotten_once_that_has_failed() -> None:
+    keys = chain("a", 2)
+    rig = Rig(rows=8, on=[keys])
+    free = rig.stats.tiers[0].free
+    assert rig.ask(keys) is None
+    rig.step()
+    lose(rig, dict(rig.core.tiers[0].entries))
+    assert rig.stats.tiers[0].free == free, "what is being read is not written to"
+    rig.end(rig.promotion, failed=keys[1:], unread=keys[1:])
+    rig.step()
+    assert set(rig.core.tiers[0].entries) == {keys[0]}
+    assert rig.stats.tiers[0].free == free + 1
+    assert not rig.core.tiers[0].index._unread
 
 
 @pytest.mark.parametrize("how", ["evicted", "reset"])

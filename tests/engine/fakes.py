@@ -80,7 +80,7 @@ class SilentTier(GatedTier):
 class RaisingTier(GatedTier):
     """Raises from every method, as no tier may."""
 
-    is_peer = True
+    is_peer = refreshes = True
 
     async def _pass(self, call: str) -> None:
         raise RuntimeError(f"no {call} today")

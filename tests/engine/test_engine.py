@@ -297,7 +297,7 @@ def test_a_tier_that_answers_for_other_blocks_than_it_was_asked_is_not_believed(
 
 
 class Neighbour(GatedTier):
-    is_peer = True
+    is_peer = refreshes = True
 
     def __init__(self) -> None:
         super().__init__(opened=True)
@@ -336,7 +336,7 @@ def test_a_tier_that_cannot_be_followed_is_used_all_the_same(
     engine.submit([read(0)])
     (completion,) = take(engine, 1)
     assert completion.ok == [True]
-    told = [r for r in caplog.records if "cannot follow the lanes" in r.getMessage()]
+    told = [r for r in caplog.records if "cannot learn what has changed in gated" in r.getMessage()]
     assert len(told) == 1
 
 

@@ -94,6 +94,35 @@ async def test_a_tenant_that_is_forgotten_is_gone_at_once_for_everybody(
     assert await held(path, keys_file, ALICE + BOB) == ALICE + BOB
 
 
+@pytest.mark.parametrize("lane", ["own", "another's"])
+async def test_a_tenant_that_is_forgotten_is_stored_anew_by_who_runs(
+    tmp_path: Path, keys_file: Path, monkeypatch: pytest.MonkeyPatch, lane: str
+) -> None:
+    """What was stored durably is there after a restart, and nothing is taken for there before."""
+    monkeypatch.setattr("kvstore.tiers.keys.LOOK_SECONDS", 0.01)
+    path, more = tmp_path / "kv", tenant_keys("alice", keys_of("more", 40))
+    async with (
+        kvstore.open(config(path, keys_file)) as one,
+        kvstore.open(config(path, keys_file)) as store,
+    ):
+        await (store if lane == "own" else one).put(ALICE, payloads(ALICE), durable=True)
+        async with asyncio.timeout(PATIENCE):
+            while not all(store.contains(ALICE)):
+                await asyncio.sleep(0.05)
+        # They leave host memory for others of hers.
+        await store.put(more, payloads(more), durable=True)
+        assert command("keys", str(keys_file), "--forget", "alice").returncode == 0
+        async with asyncio.timeout(PATIENCE):
+            while any(store.contains(ALICE)):
+                # The keys are looked up again while they are used.
+                await store.remove(more[:1])
+                await store.put(more[:1], payloads(more[:1]), durable=True)
+        assert await store.put(ALICE, payloads(ALICE), durable=True) == len(ALICE)
+        await store.put(more, payloads(more), durable=True)
+        assert await contents(store, ALICE) == payloads(ALICE)
+    assert await held(path, keys_file, ALICE) == ALICE
+
+
 async def test_a_running_store_takes_new_keys_and_drops_old_ones(
     tmp_path: Path, keys_file: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -14,11 +14,13 @@ import pytest
 
 from kvstore.policies.shares import tag_of, tenant_keys
 from kvstore.testing.bench import TierBench, key_of, payload_of
+from kvstore.tiers.base import Tier
 from kvstore.tiers.disk.extents import Extent, Writing
 from kvstore.tiers.disk.format import RECORD, RECORD_BYTES, checksummed
 from kvstore.tiers.disk.index import IndexFile, read_index
 from kvstore.tiers.keys import KeyRing, Secret, id_of, parse_keys, read_keys, write_keys
 from kvstore.tiers.sealing import Sealer
+from kvstore.types import Changes
 from tests.tiers.conftest import OpenBench
 from tests.tiers.support import CHUNK, GEOMETRY, SLOT, SLOTS, disk_of, flip, segment_of
 
@@ -282,6 +284,88 @@ async def test_a_key_that_is_forgotten_while_serving_opens_nothing_more(
     assert done.error is not None
     assert "keys that are not known" in done.error
     assert len(read_index(segment_of(stored))[1].slots) == SLOTS
+
+
+async def news_of(tier: Tier) -> Changes:
+    """All that has changed."""
+    found = Changes()
+    while more := await tier.refresh():
+        found.appeared += more.appeared
+        found.gone += more.gone
+        found.lost += more.lost
+    return found
+
+
+async def test_chunks_whose_key_is_forgotten_while_serving_are_told(
+    stored: Path, open_bench: OpenBench, keys_file: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    keys = ring(keys_file)
+    bench = open_bench(keys=keys)
+    assert disk_of(bench).refreshes
+    assert not await bench.tier.refresh()
+    change(keys_file, alice=[secret(), *parse_keys(read_keys(keys_file), "")["alice"]])
+    keys.look()
+    assert not await bench.tier.refresh()
+    assert not [record for record in caplog.records if record.levelno >= logging.WARNING]
+    change(keys_file, alice=None)
+    keys.look()
+    assert await news_of(bench.tier) == Changes(lost=list(zip(ALICE, range(SLOTS), strict=False)))
+    assert f"{len(ALICE)} chunks in" in caplog.text
+    # What is stored anew is under a key that is known.
+    assert all((await bench.store(ALICE[:1], [0])).ok)
+    change(keys_file, bob=None)
+    keys.look()
+    lost = dict((await news_of(bench.tier)).lost)
+    assert set(lost) == {*ALICE[1:], *BOB}
+    # A lane that is opened has no use for them.
+    await bench.close([])
+    assert not await open_bench(keys=ring(keys_file)).tier.refresh()
+
+
+async def test_an_index_that_cannot_be_read_is_asked_again_for_lost_chunks(
+    stored: Path, open_bench: OpenBench, keys_file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    keys = ring(keys_file)
+    bench = open_bench(keys=keys)
+    change(keys_file, alice=None)
+    keys.look()
+
+    def fails(*_: object) -> None:
+        raise OSError("no index")
+
+    with monkeypatch.context() as patched:
+        patched.setattr("kvstore.tiers.disk.index.IndexFile.live", fails)
+        for _ in range(2):
+            with pytest.raises(OSError, match="no index"):
+                await bench.tier.refresh()
+    assert [key for key, _ in (await news_of(bench.tier)).lost] == ALICE
+
+
+async def test_peers_chunks_whose_key_is_not_known_are_not_there(
+    folder: Path, open_bench: OpenBench, keys_file: Path
+) -> None:
+    from kvstore.tiers.disk import PeerLanes
+
+    keys = ring(keys_file)
+    bench, other = open_bench(keys=keys), open_bench(keys=ring(keys_file))
+    assert all((await other.store(KEYS, range(SLOTS))).ok)
+    hers = parse_keys(read_keys(keys_file), "")["alice"]
+    change(keys_file, alice=None)
+    keys.look()
+    peers = PeerLanes(disk_of(bench))
+    places = dict(peers.open(bench.region).entries)
+    assert set(places) == set(BOB)
+    change(keys_file, alice=hers)
+    keys.look()
+    found = await news_of(peers)
+    assert {key for key, _ in found.appeared} == set(ALICE)
+    assert not found.gone
+    # A record that is erased before the next look is gone as well.
+    assert await other.tier.erase(BOB[:1]) is None
+    change(keys_file, alice=None)
+    keys.look()
+    assert set((await news_of(peers)).gone) == {*ALICE, BOB[0]}
+    await peers.close([])
 
 
 async def test_an_older_key_still_opens_and_the_newest_seals(

@@ -79,7 +79,7 @@ class PeerLanes(Tier):
             of each path for the lanes on that path.
     """
 
-    is_peer = True
+    is_peer = refreshes = True
 
     def __init__(self, own: DiskTier) -> None:
         self._own = own

@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
@@ -30,7 +31,7 @@ from kvstore.tiers.disk.volume import Job, Use, Volume
 from kvstore.tiers.keys import KeyRing
 from kvstore.tiers.pinned import PinnedRegion, round_to_page
 from kvstore.tiers.sealing import Sealer
-from kvstore.types import RecoveredTier, about
+from kvstore.types import Changes, RecoveredTier, about
 
 __all__ = ["DiskTier"]
 
@@ -108,6 +109,10 @@ class DiskTier(Tier):
         self._lane = lane
         self.trust = Trust(strict_modes)
         self._sequence = 0
+        self.refreshes = keys is not None
+        # How often the keys had changed, and the segments that were not checked since.
+        self._keys_seen = 0 if keys is None else keys.changes
+        self._unchecked: deque[tuple[int, int]] = deque()
         self._moving = 0
         self._still = asyncio.Event()
         self.volumes: list[Volume] = []
@@ -383,6 +388,27 @@ class DiskTier(Tier):
         if not looking.done():
             raise KVStoreError(f"{self.sealer.keys.source} does not answer")
         return looking.result()
+
+    async def refresh(self) -> Changes:
+        """Tell of chunks that are sealed with keys that are not known any more."""
+        sealer, unchecked, epoch = self.sealer, self._unchecked, self.epoch
+        if sealer is not None and sealer.keys.changes != self._keys_seen:
+            self._keys_seen = sealer.keys.changes
+            unchecked.clear()
+            for index, volume in enumerate(self.volumes):
+                unchecked.extend((index, number) for number in volume.segments)
+        while sealer is not None and unchecked:
+            index, number = unchecked[0]
+            # The next call begins with another one if this raises.
+            unchecked.rotate(-1)
+            volume = self.volumes[index]
+            check = partial(volume.list_unreadable, number, sealer.key_ids())
+            (found,) = await volume.threads.run([check], load=False)
+            unchecked.pop()
+            if found and self.epoch == epoch:
+                first = self._segment(index, number) * self.geometry.slots
+                return Changes(lost=[(key, first + slot) for key, slot in found])
+        return Changes()
 
     def _outdated(self, sealer: Sealer) -> list[int]:
         # The key that was made a moment ago counts.

@@ -11,7 +11,7 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -201,13 +201,7 @@ class Volume:
                 folder,
                 extra=about("disk.damaged_records", path=folder, records=recovered.damaged),
             )
-        if recovered.unreadable:
-            logger.warning(
-                "disk tier: %d chunks in %s are encrypted with keys that are not known: not found",
-                recovered.unreadable,
-                folder,
-                extra=about("disk.no_key", path=folder, chunks=recovered.unreadable),
-            )
+        _warn_of_unreadable(folder, recovered.unreadable)
         if capacity is not None:
             _warn_of_size(folder, capacity)
         if capacity is None:
@@ -416,6 +410,27 @@ class Volume:
             # A key that is the newest of all others is not the newest of a tenant that has its own.
             return keys.by_tenant and segment.index.live().of_epoch(self.epoch).outdated(keys)
 
+    def list_unreadable(self, number: int, key_ids: Collection[bytes]) -> list[tuple[bytes, int]]:
+        """(key, slot) of a segment's chunks that are sealed with other keys than these. May block.
+
+        Raises:
+            OSError: as the system says.
+        """
+        # The lock keeps its files open meanwhile.
+        with self._growth:
+            segment = self.segments.get(number)
+            if segment is None or segment.sealed_with(key_ids):
+                return []
+            live = segment.index.live().of_epoch(self.epoch)
+        kept = set(live.sealed_with(key_ids).slots)
+        found = [
+            (key, slot)
+            for key, slot in zip(live.keys(), live.slots, strict=True)
+            if slot not in kept
+        ]
+        _warn_of_unreadable(self.lane.folder, len(found))
+        return found
+
     def remove(self, number: int) -> str | None:
         """Remove a segment's file; why that cannot be, or None. May block."""
         with self._growth:
@@ -544,6 +559,16 @@ class Volume:
     def _add_counters(self, number: int) -> None:
         self._reads[number] = np.zeros(self.geometry.slots, np.uint32)
         self._read_ms[number] = np.zeros(self.geometry.slots, np.uint64)
+
+
+def _warn_of_unreadable(folder: Path, chunks: int) -> None:
+    if chunks:
+        logger.warning(
+            "disk tier: %d chunks in %s are encrypted with keys that are not known: not found",
+            chunks,
+            folder,
+            extra=about("disk.no_key", path=folder, chunks=chunks),
+        )
 
 
 def _warn_of_size(folder: Path, capacity_bytes: int) -> None:

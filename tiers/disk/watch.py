@@ -101,7 +101,7 @@ class Watch:
         namespace: digest of what is followed.
         numbers: numbers for segments, different from those of any other watch.
         places: told where each chunk lies.
-        epoch: chunks of other epochs are ignored.
+        epoch: chunks of other epochs are ignored, as are those that `own` has no key for.
     """
 
     def __init__(
@@ -119,6 +119,9 @@ class Watch:
         self._epoch = epoch
         self._lanes: dict[Path, _Lane] = {}
         self._by_number: dict[int, Watched] = {}
+        sealer = None if own.coder is None else own.coder.sealer
+        self._keys = None if sealer is None else sealer.keys
+        self._keys_seen = 0 if self._keys is None else self._keys.changes
         self._turn: Iterator[tuple[Path, str]] = iter(())
         self._room = 0
         """Segments that may be opened, so that files are left for the process and its own lane."""
@@ -139,6 +142,9 @@ class Watch:
         processor and the thread in between.
         """
         own = self._own.lane.folder
+        if self._keys is not None and self._keys.changes != self._keys_seen:
+            self._keys_seen = self._keys.changes
+            self._look_anew()
         try:
             folders = [
                 folder for _, folder in lane_folders(own.parent, self._own.trust) if folder != own
@@ -247,6 +253,8 @@ class Watch:
         """Take in the records that have changed."""
         keys, first = watched.keys, watched.first
         for changed, live in watched.segment.index.changes(watched.crcs, self._epoch):
+            if self._keys is not None:
+                live = live.sealed_with(self._keys.ids())
             now = dict(zip(live.slots, live.keys(), strict=True))
             gone: list[tuple[bytes, int]] = []
             appeared: list[tuple[bytes, int]] = []
@@ -261,6 +269,15 @@ class Watch:
                     appeared.append((after, first + slot))
             self._places.change(gone, appeared)
             yield
+
+    def _look_anew(self) -> None:
+        """Have the next look take in every record: other keys may be known now."""
+        for lane in self._lanes.values():
+            lane.folder = _Stamp()
+            for watched in lane.segments.values():
+                watched.stamp = _Stamp()
+                # Not zeros, which a record that was erased meanwhile has, too.
+                np.invert(watched.crcs, out=watched.crcs)
 
     def _lose(self, lane: _Lane, name: str) -> Iterator[None]:
         """Forget a segment and what it holds."""

@@ -166,7 +166,7 @@ class TierView(ABC):
         """Forget these chunks, which are gone or may be gone."""
 
     def learn(self, changes: Changes) -> None:
-        """Take in changes to it by other processes, where they are reported."""
+        """Take in what has changed in it without the core, where that is reported."""
         return
 
     def reset(self) -> None:

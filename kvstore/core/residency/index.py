@@ -165,6 +165,10 @@ class Index:
         failures = self._unread[key] = self._unread.get(key, 0) + 1
         return failures < MOST_FAILURES
 
+    def doubt(self, keys: Iterable[bytes]) -> None:
+        """Let these entries be forgotten with the next read that fails."""
+        self._unread.update(dict.fromkeys(keys, MOST_FAILURES))
+
     # -- pins --------------------------------------------------------------------------
 
     def limit_pins(self, most: int) -> None:

@@ -12,7 +12,7 @@ from kvstore.core.residency.slots import Slots
 from kvstore.core.statistics import TierStats
 from kvstore.policies.admission import AdmissionFilter
 from kvstore.policies.base import EvictionPolicy
-from kvstore.types import Completion, Flow, LogLine, Move, Op, RecoveredTier
+from kvstore.types import Changes, Completion, Flow, LogLine, Move, Op, RecoveredTier
 
 __all__ = ["OwnedTier"]
 
@@ -150,6 +150,14 @@ class OwnedTier(CopyTarget):
     def forget(self, keys: Sequence[bytes]) -> None:
         """Remove the entries, and free their slots."""
         self.slots.give(self.index.forget(keys))
+
+    def learn(self, changes: Changes) -> None:
+        index, entries = self.index, self.entries
+        # What was stored anew meanwhile lies elsewhere.
+        lost = [key for key, slot in changes.lost if entries.get(key) == slot]
+        # A slot that is being read is not free.
+        index.doubt([key for key in lost if key in index.reading])
+        self.forget([key for key in lost if key not in index.reading])
 
     # -- upkeep --------------------------------------------------------------------------
 
