@@ -196,6 +196,9 @@ class Tier(ABC):
         """Return a portion of what has changed without the core since the last call.
 
         Called until a portion is empty; the tier has then looked everywhere, and pauses.
+
+        Raises:
+            OSError: if it cannot look now.
         """
         return Changes()
 

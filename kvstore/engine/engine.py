@@ -178,7 +178,9 @@ class Engine:
                             await asyncio.sleep(TAKEN_SECONDS)
             except Exception as error:
                 # Known entries are still right or fail their digests; the next try may succeed.
-                if self._complaints.failed(what, repr(error), time.monotonic()):
+                told = self._complaints.failed(what, repr(error), time.monotonic())
+                # What the system says is no fault of the tier.
+                if told and not isinstance(error, OSError):
                     logger.error(
                         "it was raised here",
                         exc_info=error,

@@ -32,8 +32,11 @@ from kvstore.maintenance.survey import Progress, survey, verify
 from kvstore.policies.shares import tenant_keys
 from kvstore.tiers import Tier
 from kvstore.tiers.codec import CODECS, DTYPES, GROUP_BYTES, Codec
+from kvstore.tiers.disk.peers import PeerLanes
 from kvstore.tiers.disk.tier import DiskTier
 from kvstore.tiers.disk.volume import Volume
+from kvstore.tiers.disk.watch import Watch
+from kvstore.tiers.keys import id_of
 from kvstore.tiers.pinned import PinnedRegion
 from kvstore.tiers.remote.record import RECORD_BYTES
 from kvstore.tiers.remote.sweeper import PARTS
@@ -686,17 +689,37 @@ class Server:
         durable = world.rng.random() < (0.8 if world.wears_out else 0.4)
         wait = world.rng.random() < 0.8
         era, troubled = self.resets, world.troubled
+        retired, knows = world.happened("retire"), self._knows_keys()
         data = [world.content(key, label) for key in keys]
         world.are_put(keys)
         done = await self.store.put(keys, data, durable=durable, wait=wait, timeout=self._timeout())
         world.act("put", f"{done} of {len(keys)} from {keys[0]!r}, durable {durable}, {label}")
-        if durable and era == self.resets and not (troubled or world.troubled or world.hurt):
+        well = era == self.resets and not (troubled or world.troubled or world.hurt)
+        if durable and well and knows and retired == world.happened("retire"):
             for key in keys[:done]:
                 world.stored[key] = label
             self._perhaps_killed()
         # The end of a prompt that is larger than the disk is not kept.
         if durable and wait and done < len(keys) and world.wears_out:
             await self._insist(keys[done if world.roomy else 0])
+
+    def _knows_keys(self) -> bool:
+        """Whether it has forgotten what is under keys that were retired."""
+        if not self.world.encrypted:
+            return True
+        tiers, core = self.store._assembly.tiers, self.store._core
+        peers = [tier._known for tier in tiers if isinstance(tier, PeerLanes)]
+        sealer = self._tier.sealer
+        assert sealer is not None
+        ring = sealer.keys
+        followers: list[DiskTier | Watch] = [self._tier]
+        followers += [watch for one in peers for watch in one.watches]
+        looking = self._tier._unchecked or any(one.looks or one.places.changed for one in peers)
+        return (
+            ring.ids() == {id_of(secret) for secret in SECRETS}
+            and all(one._keys_seen == ring.changes for one in followers)
+            and not (looking or self.store._driver.engine.ended or core._ended or core._news)
+        )
 
     async def _insist(self, key: bytes) -> None:
         """A few bad blocks keep a chunk from the others for a moment only."""
@@ -882,6 +905,10 @@ class Server:
             command = "reencrypt"
             if len(SECRETS) < 5:
                 SECRETS.insert(0, rng.randbytes(32))
+            if rng.random() < 0.3:
+                del SECRETS[1:]
+                world.act("retire")
+                world.stored.clear()
         body: dict[str, Any] = {"keys": [key.hex() for key in keys]}
         if command == "retain":
             body |= {"seconds": rng.random() * 20, "host": rng.random() < 0.5}
@@ -908,7 +935,12 @@ class Server:
         world, rng = self.world, self.world.rng
         before = world.puts_of(keys)
         sizes, resets = self.sizes, self.resets
-        told = await self._commands().run(command, body)
+        try:
+            told = await self._commands().run(command, body)
+        except KVStoreError as error:
+            if "does that already" not in str(error):
+                raise
+            told = {"refused": str(error)}
         job = self._commands().job(told.get("job", -1))
         if job is None:
             world.act("control", f"{command}: {told}")
