@@ -145,6 +145,8 @@ def _assemble(
         build_filters(config.host_filters, region.rows, chunk_bytes, config.tenants),
         int(region.rows * config.demote_ahead) if demotes else 0,
     )
+    # What is pinned leaves to tenants what is guaranteed to them.
+    guaranteed = 0.0 if config.tenants is None else config.tenants.guaranteed
     core = Core(
         pool,
         views,
@@ -152,7 +154,7 @@ def _assemble(
         max_wait=config.max_wait_s,
         lease=config.lease_s,
         events=events,
-        pinned_share=config.pinned_share,
+        pinned_share=min(config.pinned_share, 1 - guaranteed),
         recompute=config.compute_pace,
         chunk_bytes=chunk_bytes,
     )

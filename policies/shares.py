@@ -68,6 +68,11 @@ class Shares:
     partitions: int = 8
     idle_s: float = 600.0
 
+    @property
+    def guaranteed(self) -> float:
+        """The part of the capacity that is guaranteed to all of them together."""
+        return sum(share.guaranteed for share in (*self.named.values(), self.others))
+
 
 class Places:
     """Which partition each key belongs to: those of named tenants come first.

@@ -243,7 +243,7 @@ class Config:
             to read is a miss. auto: as the server reports; 0: what a tier has is waited for in any
             case. A busy device may be worth sparing even where a disk is slower.
         pinned_share: share of host memory, and of each tier, that pinned or retained chunks may
-            take; 0 for none.
+            take; 0 for none. What is guaranteed to tenants is left to them.
         record_trace: file that records what requests look up, as hashes; see simulate.md.
         record_trace_bytes: most bytes of that recording; the older half is replaced.
         fetch_queued: whether chunks are fetched for requests that the server has queued, before it

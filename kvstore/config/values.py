@@ -242,10 +242,11 @@ def tenants(value: Shares | Mapping[str, Mapping[str, float]]) -> Shares:
         return value
     shares = {name: _tenant(name, share) for name, share in table(value).items()}
     others = shares.pop("*", Share())
-    guaranteed = sum(share.guaranteed for share in [*shares.values(), others])
-    if guaranteed > MOST_GUARANTEED:
-        raise ValueError(f"{guaranteed:g} is guaranteed in all: must be at most {MOST_GUARANTEED}")
-    return Shares(shares, others)
+    made = Shares(shares, others)
+    if made.guaranteed > MOST_GUARANTEED:
+        text = f"{made.guaranteed:g} is guaranteed in all: must be at most {MOST_GUARANTEED}"
+        raise ValueError(text)
+    return made
 
 
 def _tenant(name: str, share: object) -> Share:

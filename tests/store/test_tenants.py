@@ -84,6 +84,27 @@ async def test_a_flood_leaves_to_others_what_is_theirs(
         assert await contents(store, keys) == payloads(keys)
 
 
+async def test_what_another_pins_leaves_a_tenant_what_is_guaranteed_to_it(
+    open_store: Open,
+) -> None:
+    theirs = tenant_keys("mallory", keys_of("mallory", 16))
+    keys = tenant_keys("alice", keys_of("alice", 12))
+    async with open_store(rows=16, disk=64, tenants={"alice": {"guaranteed": 0.75}}) as store:
+        await put(store, theirs)
+        # As many as the disk may pin, which is larger than host memory.
+        disk = store._core.tiers[0].index
+        assert store.pin(theirs, 60.0) == 16
+        assert store.pin(tenant_keys("mallory", keys_of("more", 400)), 60.0) == (
+            disk.policy.capacity // 4 - 16
+        )
+        assert store.stats().pinned_rows == 4
+        assert await put(store, keys) == 12
+        await store.flush(PATIENCE)
+        assert store.stats().tenants["alice"].host_chunks == 12
+        await flood(store, "mallory", 60)
+        assert store.stats().tenants["alice"].host_chunks == 12
+
+
 @pytest.mark.parametrize("length", [12, 40])
 async def test_a_prompt_larger_than_a_share_passes_through_it(
     open_store: Open, length: int
