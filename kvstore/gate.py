@@ -59,6 +59,10 @@ class Gate:
         try:
             temporary.write_text(f"{text}\n")
             os.replace(temporary, path)
+        except OSError as error:
+            # What a write raises names no file.
+            error.filename = error.filename or str(path)
+            raise
         finally:
             temporary.unlink(missing_ok=True)
 

@@ -25,7 +25,15 @@ def tenant_keys(tenant: str, keys: Iterable[bytes]) -> list[bytes]:
     """Return the keys of a tenant: its tag, and then each of `keys`.
 
     Chunks of one tenant are never found by the keys of another. Keys get `TAG_BYTES` longer.
+
+    Raises:
+        TypeError: if the tenant is no text, or a key is not bytes.
     """
+    keys = list(keys)
+    if not isinstance(tenant, str):
+        raise TypeError(f"a tenant must be a name (str), not {type(tenant).__name__}")
+    if not set(map(type, keys)) <= {bytes}:
+        raise TypeError("the keys of a tenant must be bytes")
     tag = tag_of(tenant)
     return [tag + key for key in keys]
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
+import os
 import subprocess
 import sys
 import tempfile
@@ -16,7 +18,7 @@ from kvstore.errors import ConfigError, KVStoreError
 from kvstore.gate import Gate
 from kvstore.maintenance.survey import survey
 from kvstore.tiers.codec import CODECS, DTYPES
-from kvstore.tools.output import print_json, print_table
+from kvstore.tools.output import print_json, print_table, whole_number
 
 __all__ = ["add_gate", "compare", "run_gate"]
 
@@ -41,6 +43,8 @@ Answer = Mapping[str, Any]
 def run_gate(options: argparse.Namespace) -> int:
     """Try the model; 0 if it bears the codec, 1 if not."""
     prompts = _prompts(options.prompts)
+    if options.file.is_dir() or not os.access(options.file.parent, os.W_OK):
+        raise ConfigError(f"{options.file}: cannot be written, and the trial takes long")
     limits = {"differing": options.most_differing, "logprob_error": options.most_error}
     with tempfile.TemporaryDirectory(prefix="kvstore-gate-", dir=options.folder) as scratch:
         folder = Path(scratch)
@@ -226,6 +230,16 @@ def _arguments(text: str) -> dict[str, Any]:
     return told
 
 
+def _limit(text: str) -> float:
+    try:
+        limit = float(text)
+    except ValueError:
+        limit = math.nan
+    if not limit >= 0:
+        raise argparse.ArgumentTypeError("must be a number of at least 0")
+    return limit
+
+
 def add_gate(command: argparse.ArgumentParser) -> None:
     """Add the arguments of the command."""
     command.add_argument("model", help="the model, as vLLM takes it")
@@ -255,17 +269,19 @@ def add_gate(command: argparse.ArgumentParser) -> None:
         metavar="JSON",
         help="more of kvstore's configuration, as the server has it: what its identity depends on",
     )
-    command.add_argument("--tokens", type=int, default=32, help="to generate for each prompt")
+    command.add_argument(
+        "--tokens", type=whole_number, default=32, help="to generate for each prompt"
+    )
     command.add_argument(
         "--most-differing",
-        type=float,
+        type=_limit,
         default=0.1,
         metavar="SHARE",
         help="share of prompts whose greedy answer may be another one",
     )
     command.add_argument(
         "--most-error",
-        type=float,
+        type=_limit,
         default=0.02,
         metavar="NATS",
         help="mean error that a log-probability may have",

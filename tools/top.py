@@ -128,7 +128,9 @@ def run_top(options: argparse.Namespace) -> int:
     if not console.is_terminal:
         # In a pipe nothing can be drawn over: one table, unless more are asked for.
         for shown in _looks(look, options.interval, max(1, options.times), show):
-            console.print(shown)
+            with console.capture() as printed:
+                console.print(shown)
+            print(printed.get(), end="", flush=True)
         return 0
     with Live(console=console, auto_refresh=False) as live:
         for shown in _looks(look, options.interval, options.times, show):

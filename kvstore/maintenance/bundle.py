@@ -261,6 +261,10 @@ def export_bundle(
         if read_epoch(folder) != namespace.epoch:
             raise KVStoreError(f"{path} was reset meanwhile, so these chunks may be wrong")
         os.rename(temporary, file)
+    except OSError as error:
+        # What a write raises names no file.
+        error.filename = error.filename or str(file)
+        raise
     finally:
         with contextlib.suppress(FileNotFoundError):
             os.unlink(temporary)

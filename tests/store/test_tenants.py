@@ -170,6 +170,14 @@ async def test_a_key_with_a_tag_may_be_as_long_as_any(open_store: Open) -> None:
 
 
 @pytest.mark.parametrize(
+    ("tenant", "keys"), [(b"alice", [b"k"]), (None, [b"k"]), ("alice", ["k"]), ("alice", "k")]
+)
+def test_a_tenant_is_text_and_its_keys_are_bytes(tenant: Any, keys: Any) -> None:
+    with pytest.raises(TypeError, match="must be"):
+        tenant_keys(tenant, keys)
+
+
+@pytest.mark.parametrize(
     ("tenants", "why"),
     [
         ({"a": 1}, "a: must be a table of guaranteed, maximal, weight"),

@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +20,7 @@ from kvstore.errors import KVStoreError, PathUnusableError
 from kvstore.maintenance import bundle
 from kvstore.maintenance.bundle import export_bundle, import_bundle, places_of, the_namespace
 from kvstore.tiers.disk.epoch import raise_epoch
+from tests.patience import PATIENCE
 from tests.store.support import CHUNK, contents, keys_of, payloads, small
 from tests.tools.support import command
 
@@ -84,6 +87,17 @@ async def test_some_keys_may_be_named_and_a_file_is_not_replaced_unasked(tmp_pat
     assert lost.returncode == 2
     assert "1 keys are not there, such as 00ff" in lost.stderr
     assert {one.name for one in tmp_path.iterdir()} == {"here", "bundle.safetensors"}
+
+
+async def test_a_disk_that_cannot_take_a_bundle_is_told_with_the_file(tmp_path: Path) -> None:
+    await fill(tmp_path / "here")
+    file = tmp_path / "bundle.safetensors"
+    words = [sys.executable, "-m", "kvstore.tools", "export", str(tmp_path / "here"), str(file)]
+    limited = ["bash", "-c", 'ulimit -f 8; exec "$@"', "bash", *words]
+    done = subprocess.run(limited, capture_output=True, text=True, timeout=PATIENCE, check=False)
+    assert done.returncode == 2
+    assert f"kvstore: {file}: File too large" in done.stderr
+    assert [one.name for one in tmp_path.iterdir()] == ["here"]
 
 
 async def test_what_a_reset_forgot_is_not_exported_beside_the_server(tmp_path: Path) -> None:

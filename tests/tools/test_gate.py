@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 from pathlib import Path
 from typing import Any
@@ -66,6 +67,28 @@ def test_prompts_that_cannot_be_used_are_named(
     error = capsys.readouterr().err
     assert str(prompts) in error
     assert told in error
+
+
+@pytest.mark.parametrize(
+    ("more", "told"),
+    [
+        (["--most-differing", "nan"], "at least 0"),
+        (["--most-error", "-1"], "at least 0"),
+        (["--tokens", "0"], "1 at least"),
+        ([], "cannot be written"),
+    ],
+)
+def test_what_would_fail_at_the_end_is_refused_before_the_engines(
+    tmp_path: Path, more: list[str], told: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "prompts").write_text("a")
+    file = tmp_path / "gate" if more else tmp_path / "none" / "gate"
+    words = ["gate", "m", str(file), "--prompts", str(tmp_path / "prompts"), *more]
+    with contextlib.suppress(SystemExit):
+        assert main(words) == 2
+    error = capsys.readouterr().err
+    assert told in error
+    assert "computing" not in error
 
 
 def test_an_engine_that_fails_leaves_no_file_and_shows_its_log(

@@ -430,14 +430,15 @@ def test_a_cache_that_this_user_may_not_read_is_told_in_words(cache: Path, part:
         assert "Permission denied" in told or "cannot be read" in told, (arguments, told)
 
 
-def test_an_output_that_nobody_reads_is_no_success(cache: Path) -> None:
+@pytest.mark.parametrize("look", ["inspect", "top"])
+def test_an_output_that_nobody_reads_is_no_success(cache: Path, look: str) -> None:
     flip(segments(cache)[0], ALIGN + RECORD_BYTES + 64)
     reader, writer = os.pipe()
     os.close(reader)
     places = [writer, os.open("/dev/full", os.O_WRONLY)]
     for place in places:
         done = subprocess.run(
-            [sys.executable, "-m", "kvstore.tools", "inspect", str(cache)],
+            [sys.executable, "-m", "kvstore.tools", look, str(cache)],
             stdout=place,
             stderr=subprocess.PIPE,
             text=True,
