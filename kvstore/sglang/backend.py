@@ -22,7 +22,7 @@ from kvstore.core.reports import Complaints
 from kvstore.errors import ConfigError, KVStoreError
 from kvstore.gate import read_gate
 from kvstore.observe.logs import warn_with
-from kvstore.sglang.pool import Pool, keys_of
+from kvstore.sglang.pool import Moves, Pool, keys_of, served
 from kvstore.sizes import parse_size
 from kvstore.types import about
 
@@ -38,8 +38,14 @@ OWN = "kvstore"
 KV = "kv"
 """Name of the pool of attention, which every model has."""
 
+DRAFT = "draft"
+"""How the names of pools of a draft model begin."""
+
 SHARDED = ("mamba",)
 """Pools whose pages differ between ranks even where all ranks hold the same attention."""
+
+LEAST_SECONDS = 1.0
+"""What each pool gets to be cleared, also where another has used up the time of all."""
 
 _DECIDED = ("chunk_bytes", "keep_events", "namespace")
 """Keys that follow from SGLang's pools and ranks."""
@@ -78,7 +84,7 @@ class HiCacheKVStore(HiCacheStorage):
         self._pools: dict[str, Pool] = {}
         self._open = False
         self._complaints = Complaints(warn_with(logger))
-        self._moves = _Moves()
+        self._moves = Moves()
         self._clears = 0
         """How often SGLang has asked for everything to be forgotten."""
         # No page that was read before a clearing may be stored after it.
@@ -139,12 +145,20 @@ class HiCacheKVStore(HiCacheStorage):
 
     def _config_of(self, pool: Pool, share: float) -> Config:
         whole = self._config
-        held = str(pool.format["dtype"]).removeprefix("torch.")
+        held = " and ".join(sorted(set(pool.dtypes.values())))
         for key, path in (("disk_codec", whole.disk_codec), ("store_codec", whole.store_codec)):
             if path is not None and (dtype := read_gate(path).dtype) != held:
                 raise ConfigError(
                     f"{key}: the codec encodes {dtype}, and SGLang's pool {pool.name} has {held}"
                 )
+        engine = self._engine
+        of_draft = pool.by_heads and pool.name.startswith(DRAFT)
+        if of_draft and engine.is_mla_model and engine.tp_size > 1:
+            raise ConfigError(
+                f"SGLang's pool {pool.name} is split by heads, and of a model with latent "
+                "attention the first of several ranks alone stores pages: use one rank, or a "
+                "draft model with latent attention"
+            )
         given = dict(whole.identity or {})
         tiers = [_divided(tier, share) for tier in whole.tiers]
         return attrs.evolve(
@@ -152,7 +166,7 @@ class HiCacheKVStore(HiCacheStorage):
             chunk_bytes=pool.page_bytes,
             cpu_bytes_to_use=int(whole.cpu_bytes_to_use * share),
             tiers=tiers,
-            identity={**self._identity(pool), **given},
+            identity={**self._identity(pool, given), **given},
             # A socket and a file have one owner; files of other ranks get names of their own.
             control=whole.control if pool.name == KV and self._is_first else None,
             record_trace=whole.record_trace if pool.name == KV else None,
@@ -163,14 +177,28 @@ class HiCacheKVStore(HiCacheStorage):
         engine = self._engine
         return not (engine.tp_rank or engine.pp_rank or engine.dp_rank or engine.attn_cp_rank)
 
-    def _identity(self, pool: Pool) -> dict[str, Any]:
-        """What makes pages exchangeable; the operator names the weights."""
-        engine = self._engine
+    def _identity(self, pool: Pool, given: Mapping[str, Any]) -> dict[str, Any]:
+        """What makes pages exchangeable; the operator names the weights.
+
+        Raises:
+            ConfigError: if it is not known what the numbers in a page are.
+        """
+        engine, told = self._engine, served()
+        numbers = told.get("kv_cache_dtype")
+        if pool.dtypes.get("dtype") != "uint8":
+            numbers = None
+        elif numbers is None and "kv_cache_dtype" not in given:
+            raise ConfigError(
+                f"{OWN}.identity: SGLang's pool {pool.name} holds bytes, and SGLang does not say "
+                'what they are: name it, as in {"kv_cache_dtype": "fp8_e4m3"}'
+            )
         shared = engine.is_mla_model and pool.name not in SHARDED
         return {
             "model": engine.model_name,
             "engine": "sglang",
             "pool": pool.name,
+            "kv_cache_dtype": numbers,
+            "draft": told.get("draft") if pool.name.startswith(DRAFT) else None,
             **pool.format,
             "tp": None if shared else [engine.tp_rank, engine.tp_size],
             "pp": [engine.pp_rank, engine.pp_size],
@@ -317,31 +345,33 @@ class HiCacheKVStore(HiCacheStorage):
     # -- the whole -----------------------------------------------------------------------
 
     def clear(self) -> bool:
-        """Forget everything, on every tier; whether that was done within ``max_wait_s``.
+        """Forget everything, on every tier; True once that is done.
 
         What is read or stored meanwhile is told as not done, and nothing of it is kept.
+
+        Raises:
+            KVStoreError: if it is not done within ``max_wait_s`` after the last store. SGLang
+                would not look at a result.
         """
         self._clears += 1
-        return self._tried("cleared", self._reset, False)
-
-    def _reset(self) -> bool:
         faults: list[Exception] = []
         with self._storing:
+            end = time.monotonic() + self._config.max_wait_s
             # All of them, whatever becomes of the first: their pages belong together.
             for pool in self._pools.values():
                 try:
-                    pool.store.reset(self._config.max_wait_s)
-                except (KVStoreError, TimeoutError) as error:
+                    pool.store.reset(max(LEAST_SECONDS, end - time.monotonic()))
+                except Exception as error:
                     faults.append(error)
         if faults:
-            raise faults[0]
+            raise KVStoreError(f"pages are not cleared: {faults[0]}") from faults[0]
         return True
 
     def get_stats(self) -> Any:
         """Return pages and GB/s of the transfers since the last call, for SGLang's metrics."""
         from sglang.srt.observability.metrics_collector import StorageMetrics
 
-        moves, self._moves = self._moves, _Moves()
+        moves, self._moves = self._moves, Moves()
         return StorageMetrics(
             moves.read_pages, moves.written_pages, moves.read_gbps, moves.written_gbps
         )
@@ -390,34 +420,11 @@ class HiCacheKVStore(HiCacheStorage):
         fault = f"kvstore: pages are not {what}"
         try:
             result = call()
-        except (KVStoreError, TimeoutError) as error:
-            self._complaints.failed(fault, str(error), time.monotonic())
+        except Exception as error:  # Of a policy or a hook, too: SGLang takes none.
+            self._complaints.failed(fault, str(error) or repr(error), time.monotonic())
             return otherwise
         self._complaints.went_well(fault, f"kvstore: pages are {what} again", time.monotonic())
         return result
-
-
-@attrs.define
-class _Moves:
-    """Transfers since SGLang last asked."""
-
-    read_pages: list[int] = attrs.field(factory=list)
-    written_pages: list[int] = attrs.field(factory=list)
-    read_gbps: list[float] = attrs.field(factory=list)
-    written_gbps: list[float] = attrs.field(factory=list)
-
-    LIMIT = 10_000
-    """Transfers that are kept for a caller who never asks."""
-
-    def read(self, pages: int, size: int, seconds: float) -> None:
-        if pages and len(self.read_pages) < self.LIMIT:
-            self.read_pages.append(pages)
-            self.read_gbps.append(pages * size / 1e9 / seconds)
-
-    def wrote(self, pages: int, size: int, seconds: float) -> None:
-        if pages and len(self.written_pages) < self.LIMIT:
-            self.written_pages.append(pages)
-            self.written_gbps.append(pages * size / 1e9 / seconds)
 
 
 def _divided(tier: DiskConfig | TierConfig, share: float) -> DiskConfig | TierConfig:

@@ -10,16 +10,19 @@ from contextlib import AbstractContextManager
 from itertools import islice
 from typing import Any
 
+import attrs
 import numpy as np
 import numpy.typing as npt
 import torch
+from sglang.srt.mem_cache.pool_host.mha import MHATokenToKVPoolHost
+from sglang.srt.runtime_context import get_model, get_spec
 
 import kvstore
 from kvstore.config import Config
 from kvstore.errors import KVStoreError
 from kvstore.types import about
 
-__all__ = ["Pool", "keys_of"]
+__all__ = ["Moves", "Pool", "keys_of", "served"]
 
 logger = logging.getLogger("kvstore")
 
@@ -36,7 +39,14 @@ _Bytes = npt.NDArray[np.uint8]
 
 
 class Pool:
-    """Pages of one host pool of SGLang, as chunks of a store."""
+    """Pages of one host pool of SGLang, as chunks of a store.
+
+    Attributes:
+        page_bytes: size of a page. bytes: of the whole pool.
+        dtypes: kinds of numbers in a page, by their names in the pool; states have several.
+        by_heads: whether ranks hold different heads of the same tokens.
+        format: what pages must have in common to be exchanged.
+    """
 
     def __init__(self, name: str, pool: Any, *, in_place: bool) -> None:
         self.name = name
@@ -56,12 +66,18 @@ class Pool:
                 f"SGLang's pool {name} ({type(pool).__name__}) has no pages that can be stored "
                 f"{'in place' if in_place else 'as tensors'}: {error}"
             ) from error
+        self.dtypes = {
+            name: str(value).removeprefix("torch.")
+            for name, value in sorted(vars(pool).items())
+            if isinstance(value, torch.dtype)
+        }
+        self.by_heads = isinstance(pool, MHATokenToKVPoolHost)
         self.page_bytes = sum(parts)
         self.bytes = pool.size * pool.size_per_token
         if not self.page_bytes or not self.bytes:
             raise KVStoreError(f"SGLang's pool {name} has no pages of its own: it cannot be stored")
         self.format = {
-            "dtype": str(pool.dtype),
+            "dtypes": self.dtypes,
             "layout": str(pool.layout),
             "page_tokens": pool.page_size,
             "parts": list(parts),
@@ -185,6 +201,41 @@ class Pool:
         for part in place:
             part[:] = chunk[start : start + part.size]
             start += part.size
+
+
+@attrs.define
+class Moves:
+    """Transfers since SGLang last asked."""
+
+    read_pages: list[int] = attrs.field(factory=list)
+    written_pages: list[int] = attrs.field(factory=list)
+    read_gbps: list[float] = attrs.field(factory=list)
+    written_gbps: list[float] = attrs.field(factory=list)
+
+    LIMIT = 10_000
+    """Transfers that are kept for a caller who never asks."""
+
+    def read(self, pages: int, size: int, seconds: float) -> None:
+        if pages and len(self.read_pages) < self.LIMIT:
+            self.read_pages.append(pages)
+            self.read_gbps.append(pages * size / 1e9 / seconds)
+
+    def wrote(self, pages: int, size: int, seconds: float) -> None:
+        if pages and len(self.written_pages) < self.LIMIT:
+            self.written_pages.append(pages)
+            self.written_gbps.append(pages * size / 1e9 / seconds)
+
+
+def served() -> dict[str, Any]:
+    """What SGLang's server was told of numbers and of a draft model; nothing without a server."""
+    try:
+        model, spec = get_model(), get_spec()
+    except ValueError:
+        return {}
+    draft = [spec.speculative_draft_model_path, spec.speculative_draft_model_revision]
+    # Those of NVIDIA and of AMD have one name.
+    numbers = f"{model.kv_cache_dtype}{' of ROCm' if torch.version.hip else ''}"
+    return {"kv_cache_dtype": numbers, "draft": [*draft, spec.speculative_draft_kv_cache_dtype]}
 
 
 def _memory(pointer: int, size: int) -> _Bytes:

@@ -5,7 +5,12 @@ from __future__ import annotations
 import logging
 from typing import TYPE_CHECKING, Any
 
-from vllm.v1.kv_cache_interface import AttentionSpec, MambaSpec
+from vllm.v1.kv_cache_interface import (
+    AttentionSpec,
+    ChunkedLocalAttentionSpec,
+    MambaSpec,
+    SlidingWindowSpec,
+)
 
 from kvstore.errors import ConfigError
 from kvstore.tiers.codec import GROUP_BYTES
@@ -21,6 +26,7 @@ __all__ = [
     "check_engine_with_tiers",
     "check_prefix_caching",
     "check_recurrent",
+    "check_windows",
 ]
 
 logger = logging.getLogger("kvstore")
@@ -114,6 +120,39 @@ def check_recurrent(config: Any, engine: Engine | None, *, tiers: bool) -> None:
         )
 
 
+def check_windows(config: Any, engine: Engine | None) -> None:
+    """Make sure that chunks are stored whole.
+
+    vLLM offers a chunk whose last block a request holds, also where a sliding window has passed
+    the blocks before: what a shorter prompt needs of it would be stale.
+
+    Args:
+        config: vLLM's `OffloadingConfig`.
+
+    Raises:
+        ConfigError: if a chunk may have several blocks of a layer with a window.
+    """
+    count = int(config.cache.blocks_per_chunk)
+    if count == 1:
+        return
+    if engine is None and len(config.groups) == 1:
+        logger.warning(
+            "kvstore: blocks_per_chunk = %d: with a sliding window chunks would be stored in "
+            "parts, and vLLM's own connector does not tell whether this model has one; if it "
+            "has, use 1, or KVStoreConnector",
+            count,
+            extra=about("server.window_unknown"),
+        )
+    elif engine is None or _has_windows(engine.kv_cache_config):
+        raise ConfigError(
+            f"blocks_per_chunk = {count}, and this model "
+            + ("may have" if engine is None else "has")
+            + " layers with a sliding window: vLLM would store what the window has left of a "
+            "chunk as the whole, and tokens would be wrong. Use 1; for larger chunks raise "
+            "--block-size"
+        )
+
+
 def check_codec(key: str, gate: Gate, engine: Engine | None) -> None:
     """Make sure that all pages of the KV cache are numbers of the type that the codec encodes.
 
@@ -140,6 +179,15 @@ def check_codec(key: str, gate: Gate, engine: Engine | None) -> None:
                 f"{key}: pages of {spec.page_size_bytes} bytes: must be a multiple of "
                 f"{GROUP_BYTES}, as one scale is for as many bytes"
             )
+
+
+def _has_windows(kv_cache_config: Any) -> bool:
+    kinds = (SlidingWindowSpec, ChunkedLocalAttentionSpec)
+    specs = [group.kv_cache_spec for group in kv_cache_config.kv_cache_groups]
+    for spec in list(specs):
+        # One group may have a specification for each of its layers.
+        specs += getattr(spec, "kv_cache_specs", {}).values()
+    return any(isinstance(spec, kinds) for spec in specs)
 
 
 def _recurrent(kv_cache_config: Any) -> bool:

@@ -115,7 +115,6 @@ class KVStoreOffloadingManager(OffloadingManager):
         super().__init__()
         self._spec = spec
         engine = spec.config.engine_id
-        self._single_group = len(spec.config.groups) == 1
         self._uncounted: frozenset[bytes] = frozenset()
         """Groups whose chunks are pending in vLLM's sense only if they have a row."""
         if PENDING_IS_HOST:
@@ -128,9 +127,6 @@ class KVStoreOffloadingManager(OffloadingManager):
         """The answer for any key that only a slower tier has; None: see `_deferral`."""
         if len(self._uncounted) in (0, len(spec.config.groups)):
             self._below = RETRY if self._uncounted else PENDING
-        # Where a sliding window has left a part of a chunk meanwhile, vLLM would store the
-        # rest as if it were complete.
-        self._offered_again = self._single_group or spec.config.cache.blocks_per_chunk == 1
         config = evolve(
             spec.store_config,
             chunk_bytes=spec.layout.chunk_bytes,
@@ -144,7 +140,7 @@ class KVStoreOffloadingManager(OffloadingManager):
         self._manager = KVStoreManager(
             config,
             region,
-            one_group=self._single_group,
+            one_group=len(spec.config.groups) == 1,
             steady=True,
             late_completions=False,
             label=spec.config.model.name.rstrip("/").rsplit("/", 1)[-1],
@@ -237,13 +233,13 @@ class KVStoreOffloadingManager(OffloadingManager):
     ) -> PrepareStoreOutput | None:
         if self._unsure:
             self._look()
-        if self._unsure and self._offered_again:
+        if self._unsure:
             return None
-        if self._unsure or self._requests.get(req_context.req_id):
+        if self._requests.get(req_context.req_id):
             return PrepareStoreOutput([], CPULoadStoreSpec([]), [])
         out = self._manager.prepare_store(keys, req_context)
         if out is None:
-            return None if self._offered_again else PrepareStoreOutput([], CPULoadStoreSpec([]), [])
+            return None
         assert isinstance(out.store_spec, HostLoadStoreSpec)
         return PrepareStoreOutput(
             keys_to_store=[OffloadKey(key) for key in out.keys_to_store],

@@ -57,7 +57,7 @@ from kvstore.errors import ConfigError, KVStoreError
 from kvstore.tiers.lent import LentRegion
 from kvstore.types import about
 from kvstore.vllm.adapters import AdapterKeys
-from kvstore.vllm.checks import check_engine_with_tiers, check_recurrent
+from kvstore.vllm.checks import check_engine_with_tiers, check_recurrent, check_windows
 from kvstore.vllm.engine import current_engine
 from kvstore.vllm.identity.identity import adapter_settings
 from kvstore.vllm.identity.naming import Naming, siblings
@@ -207,14 +207,8 @@ class KVStoreTier(SecondaryTierManager):
                 f"secondary tier {tier_type}: vLLM's rows have {region.row_bytes} bytes, its "
                 f"chunks {layout.chunk_bytes}"
             )
-        if len(spec.config.groups) > 1 and spec.blocks_per_chunk > 1:
-            raise ConfigError(
-                f"secondary tier {tier_type}: the model has {len(spec.config.groups)} KV cache "
-                f"groups, and chunks have {spec.blocks_per_chunk} blocks: vLLM's tiering may then "
-                "store a part of a chunk as the whole. Let chunks be of one block, or use "
-                "kvstore without spec_name"
-            )
         self._engine = engine = current_engine()
+        check_windows(spec.config, engine)
         vllm_config = None if engine is None else engine.vllm_config
         check_engine_with_tiers(vllm_config)
         check_recurrent(spec.config, engine, tiers=True)

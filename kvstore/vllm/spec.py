@@ -26,6 +26,7 @@ from kvstore.vllm.checks import (
     check_continues,
     check_engine_with_tiers,
     check_recurrent,
+    check_windows,
 )
 from kvstore.vllm.identity.naming import Naming
 from kvstore.vllm.layout import Layout
@@ -122,6 +123,7 @@ class KVStoreOffloadingSpec(OffloadingSpec):
         vllm_config = None if self.engine is None else self.engine.vllm_config
         check_continues(vllm_config)
         check_recurrent(self.config, self.engine, tiers=bool(self.store_config.tiers))
+        check_windows(self.config, self.engine)
         if self.store_config.tiers:
             check_engine_with_tiers(vllm_config)
         for key in ("disk_codec", "store_codec"):

@@ -58,15 +58,18 @@ def attention(
         end_layer=shape.layers,
         host_token_capacity=shape.slots,
     )
-    host.kv_buffer.normal_(generator=torch.Generator().manual_seed(seed))
+    noise = torch.empty(host.kv_buffer.shape).normal_(generator=torch.Generator().manual_seed(seed))
+    host.kv_buffer.copy_(noise)
     host.of_device = device
     return host
 
 
-def states(layout: str = "page_first", *, slots: int = 64) -> Any:
+def states(
+    layout: str = "page_first", *, slots: int = 64, numbers: torch.dtype = torch.float32
+) -> Any:
     """The host pool of recurrent states, full of noise."""
     info = MambaStateBufferInfo(
-        temporal=torch.zeros(LAYERS, slots, 2, 4, dtype=torch.float32),
+        temporal=torch.zeros(LAYERS, slots, 2, 4, dtype=numbers),
         conv=(torch.zeros(LAYERS, slots, 3, 2, dtype=torch.float16),),
     )
     host = MambaPoolHost(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import importlib
 import json
 import logging
@@ -19,12 +20,13 @@ import pytest
 import torch
 from sglang.srt.mem_cache.hicache_storage import HiCacheFile, PoolHitPolicy, PoolName, PoolTransfer
 from sglang.srt.mem_cache.storage.backend_factory import StorageBackendFactory
+from sglang.srt.runtime_context import get_context
 from sglang.srt.server_args import ServerArgs
 
 from kvstore.config import Config, TierConfig
 from kvstore.errors import ConfigError, KVStoreError
 from kvstore.gate import Gate
-from kvstore.sglang.backend import KV
+from kvstore.sglang.backend import KV, HiCacheKVStore
 from kvstore.tiers.disk.io.buffered import BufferedIO
 from kvstore.tools.cli import main
 from tests.sglang.pools import (
@@ -128,6 +130,53 @@ def test_pages_of_another_form_are_not_found(tmp_path: Path, other: Any) -> None
     host, given = other(tmp_path)
     with _backend(host, given) as one:
         assert one.batch_exists(names) == 0
+
+
+def test_bytes_of_another_kind_of_numbers_are_not_found(tmp_path: Path) -> None:
+    """SGLang's host pool holds all of them as bytes."""
+    names = _names(5)
+    host = attention("page_first", dtype=torch.float8_e4m3fn)
+    with pytest.raises(ConfigError, match="does not say what they are"):
+        _backend(host, extra(tmp_path)).__enter__()
+    found = {}
+    for numbers in ("fp8_e4m3", "fp8_e5m2", "fp8_e4m3"):
+        with (
+            get_context().override_server_args(kv_cache_dtype=numbers),
+            _backend(host, extra(tmp_path)) as one,
+        ):
+            found[numbers] = one.batch_exists(names)
+            one.batch_set_v1(names, HERE[:20])
+    assert found == {"fp8_e4m3": 5, "fp8_e5m2": 0}
+    told = {"weights": "v1", "kv_cache_dtype": "fp8_e4m3"}
+    with _backend(host, extra(tmp_path, identity=told)) as one:
+        assert one.batch_exists(names) == 5
+
+
+def test_states_of_other_numbers_are_not_found(tmp_path: Path) -> None:
+    names, slots = _names(4), torch.arange(4)
+    moved = PoolTransfer(PoolName.MAMBA, host_indices=slots, keys=names)
+    found = []
+    for numbers in (torch.bfloat16, torch.float16, torch.bfloat16):
+        given = extra(tmp_path, host="1MiB")
+        given["kvstore"]["tiers"][0]["capacity_bytes"] = "64MiB"
+        with _backend(attention("page_first"), given, states(numbers=numbers)) as one:
+            found.append(all(one.batch_get_v2([moved])[PoolName.MAMBA]))
+            one.batch_set_v2([moved])
+    assert found == [False, False, True]
+
+
+def test_heads_of_a_draft_are_not_shared_between_ranks(tmp_path: Path) -> None:
+    """Of a model with latent attention SGLang's first rank stores for all."""
+    draft = attention("page_first", seed=1)
+    for ranks, fine in ((1, True), (2, False)):
+        given = extra(tmp_path, host="1MiB")
+        one = HiCacheKVStore(config(given, is_mla_model=True, tp_size=ranks))
+        one.register_mem_pool_host(attention("page_first"))
+        one.register_mem_host_pool_v2(draft, PoolName.DRAFT)
+        refused = pytest.raises(ConfigError, match="pool draft is split by heads")
+        with contextlib.nullcontext() if fine else refused:
+            one.on_host_pools_registered()
+        one.close()
 
 
 def test_ranks_with_the_same_attention_share_it(tmp_path: Path) -> None:
@@ -259,6 +308,14 @@ def test_a_codec_of_other_numbers_is_refused(tmp_path: Path) -> None:
         pass
 
 
+def test_a_codec_of_some_of_a_pools_numbers_is_refused(tmp_path: Path) -> None:
+    Gate("int8", "float16", {}, {}).write(tmp_path / "gate")
+    told = extra(tmp_path / "kv", host="1MiB", disk_codec=str(tmp_path / "gate"))
+    refused = pytest.raises(ConfigError, match="mamba has float16 and float32")
+    with refused, _backend(attention("page_first"), told, states()):
+        pass
+
+
 def test_a_share_that_is_too_small_is_told_as_one(tmp_path: Path) -> None:
     message = r"at least one chunk .*SGLang's pool mamba gets 4\.\d% of each size"
     small = _backend(attention("page_first"), extra(tmp_path), states())
@@ -334,7 +391,9 @@ def test_a_pool_that_cannot_be_cleared_keeps_no_other_from_it(
             raise TimeoutError("reset took longer than 1 s")
 
         monkeypatch.setattr(one._pools["kv"].store, "reset", late)
-        assert one.clear() is False
+        # As SGLang asks, which looks at no result.
+        with pytest.raises(KVStoreError, match="pages are not cleared: reset took longer"):
+            one.clear()
         assert not any(one._pools[str(PoolName.MAMBA)].each(names))
 
 

@@ -12,10 +12,10 @@ import pytest
 pytest.importorskip("vllm")
 
 import torch
-from vllm.v1.kv_cache_interface import MambaSpec
+from vllm.v1.kv_cache_interface import MambaSpec, SlidingWindowSpec, UniformTypeKVCacheSpecs
 
 from kvstore.errors import ConfigError
-from kvstore.vllm.checks import check_prefix_caching, check_recurrent
+from kvstore.vllm.checks import check_prefix_caching, check_recurrent, check_windows
 from tests.vllm.parts import engine_like, kv_cache_config, offloading_config
 
 STATES = MambaSpec(
@@ -48,6 +48,31 @@ def test_chunks_of_several_blocks_are_warned_of(caplog: pytest.LogCaptureFixture
         assert caplog.text == ""
         check_recurrent(config_of(64, blocks_per_chunk=2), engine, tiers=True)
     assert "blocks_per_chunk = 2" in caplog.text
+
+
+WINDOW = SlidingWindowSpec(
+    block_size=64, num_kv_heads=1, head_size=8, dtype=torch.float32, sliding_window=10
+)
+
+
+def test_chunks_of_several_blocks_are_refused_where_a_window_may_leave_a_part(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """vLLM would store it as the whole: see `tests/vllm/test_whole.py`."""
+    window, several = engine_like(kv_cache_config(WINDOW)), config_of(64, blocks_per_chunk=2)
+    layers = UniformTypeKVCacheSpecs(block_size=64, kv_cache_specs={"a": WINDOW})
+    for engine in (window, engine_like(kv_cache_config(layers))):
+        check_windows(config_of(64), engine)
+        with pytest.raises(ConfigError, match="has layers with a sliding window"):
+            check_windows(several, engine)
+    check_windows(several, engine_like())
+    check_windows(several, engine_like(kv_cache_config(STATES)))
+    two = dataclasses.replace(several, groups=several.groups * 2)
+    with pytest.raises(ConfigError, match="may have layers with a sliding window"):
+        check_windows(two, None)
+    assert caplog.text == ""
+    check_windows(several, None)
+    assert "does not tell whether this model has one" in caplog.text
 
 
 def test_without_prefix_caching_there_are_no_states_to_offload() -> None:

@@ -575,34 +575,6 @@ def test_a_bad_value_stops_the_server_with_a_message_that_names_it(
         make_spec({"cpu_bytes_to_use": "1MiB", **extra}, BLOCK)
 
 
-@pytest.mark.parametrize(
-    ("groups", "blocks_per_chunk", "again"),
-    [(1, 1, True), (1, 2, True), (2, 1, True), (2, 2, False)],
-)
-def test_a_chunk_that_a_window_may_leave_in_parts_is_offered_only_once(
-    groups: int, blocks_per_chunk: int, again: bool
-) -> None:
-    from vllm.v1.kv_offload.base import ReqContext
-
-    from kvstore.vllm.layout import release_region, worker_region
-
-    extra = {"cpu_bytes_to_use": 4 * blocks_per_chunk * BLOCK}
-    spec = make_spec(extra, BLOCK, groups=groups, blocks_per_chunk=blocks_per_chunk)
-    region = worker_region(spec.config.engine_id, 1, spec.region_shape)
-    manager = spec.get_manager()
-    first, second = ReqContext("first"), ReqContext("second")
-    manager.on_new_request(first)
-    manager.on_new_request(second)
-    assert len(manager.prepare_store(keys_of("a", 4), first).keys_to_store) == 4
-    refused = manager.prepare_store(keys_of("b", 2), second)
-    if again:
-        assert refused is None
-    else:
-        assert refused.keys_to_store == []
-    manager.shutdown()
-    release_region(spec.config.engine_id, region)
-
-
 def test_the_spec_module_imports_nothing_heavy_until_the_spec_is_asked_for() -> None:
     import subprocess
     import sys

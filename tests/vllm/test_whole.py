@@ -271,6 +271,33 @@ def test_to_ask_again_for_a_request_that_waits_costs_the_same_for_any_length_of_
     core._grants.grant = grant
 
 
+def test_a_part_of_a_chunk_is_never_taken_for_the_whole(
+    open_server: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What a window has left when the device had the beginning is of no use to shorter prompts."""
+    shape: dict[str, Any] = {"rows": 24, "blocks_per_chunk": 4, "blocks": 2048}
+    prompt = [(place * 7) % 90 for place in range(40)]
+
+    def serve(server: Server) -> None:
+        server.serve(prompt[:30])
+        server.settle()
+        for other in range(4):
+            server.serve([(place * 11 + other + 1) % 90 for place in range(100)])
+            server.settle()
+        server.serve(prompt[:24] + [5] * 8)
+        server.settle()
+        server.forget()
+        server.serve(prompt[:18])
+
+    serve(open_server(**shape))
+    with pytest.raises(ConfigError, match="blocks_per_chunk = 4, and this model has layers"):
+        open_server(**shape, windows=(None, 10))
+    # As vLLM is, it would go wrong.
+    monkeypatch.setattr("kvstore.vllm.spec.check_windows", lambda *_: None)
+    with pytest.raises(AssertionError, match="reads a wrong token"):
+        serve(open_server(**shape, windows=(None, 10)))
+
+
 @pytest.mark.parametrize("windows", [(None,), (None, 10)])
 def test_a_request_in_the_queue_is_fetched_for_before_its_turn(
     open_server: Any, windows: Any
