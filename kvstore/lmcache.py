@@ -16,9 +16,9 @@ import hashlib
 import logging
 import threading
 import time
-from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from itertools import groupby
 from typing import Any, Generic, TypeVar
 
 import attrs
@@ -42,10 +42,14 @@ logger = logging.getLogger("kvstore")
 _T = TypeVar("_T")
 
 TASKS_AT_ONCE = 8
-"""More wait for their turn."""
+"""Stores, and loads; more wait for their turn."""
 
 LOCK_SECONDS = 30.0
 """How long what a lookup found is kept for a load that does not come."""
+
+
+MOST_LOCKED, MOST_RESULTS = 100_000, 10_000
+"""Objects that are kept for loads before it is looked which of them no longer are, and results."""
 
 
 class KVStoreL2Adapter(L2AdapterInterface):
@@ -80,14 +84,14 @@ class KVStoreL2Adapter(L2AdapterInterface):
         self._timeout = config.max_wait_s
         self._tenants = config.tenants is not None
         self._store = kvstore.open_sync(attrs.evolve(config, identity=identity))
-        self._workers = ThreadPoolExecutor(TASKS_AT_ONCE, "kvstore-lmcache")
         self._lock = threading.Lock()
         self._next = 0
-        self._locked: Counter[bytes] = Counter()
-        """How many lookups keep a chunk for their loads."""
-        self._stores: _Tasks[L2StoreResult] = _Tasks()
-        self._lookups: _Tasks[Bitmap] = _Tasks()
-        self._loads: _Tasks[Bitmap] = _Tasks()
+        self._locked: dict[bytes, tuple[int, float]] = {}
+        """How many lookups keep a chunk for their loads, and how long the last of them does."""
+        self._stores: _Tasks[L2StoreResult] = _Tasks("stores", TASKS_AT_ONCE)
+        # They wait for no disk.
+        self._lookups: _Tasks[Bitmap] = _Tasks("lookups", 1)
+        self._loads: _Tasks[Bitmap] = _Tasks("loads", TASKS_AT_ONCE)
         self._complaints = Complaints(warn_with(logger))
 
     def _key(self, key: ObjectKey) -> bytes:
@@ -140,12 +144,13 @@ class KVStoreL2Adapter(L2AdapterInterface):
 
         Without it they may leave after half a minute.
         """
-        free = []
+        free, now = [], time.monotonic()
         with self._lock:
             for name in map(self._key, keys):
-                self._locked[name] -= 1
-                if self._locked[name] < 1:
-                    del self._locked[name]
+                count, until = self._locked.pop(name, (1, now))
+                if count > 1 and until > now:
+                    self._locked[name] = (count - 1, until)
+                else:
                     free.append(name)
             # In the lock: a lookup that comes meanwhile pins them after this.
             self._tried("unlocked", lambda: self._store.unpin(free), 0)
@@ -182,7 +187,7 @@ class KVStoreL2Adapter(L2AdapterInterface):
     def get_usage(self) -> AdapterUsage:
         """Return the bytes on disk and their limit; kvstore does not count them by salt."""
         stats = self._tried("counted", self._store.stats, None)
-        used = 0 if stats is None else sum(tier.used_bytes for tier in stats.tiers)
+        used = 0 if stats is None else sum(tier.used_bytes for tier in stats.tiers if tier.owned)
         return AdapterUsage(total_bytes_used=used, total_capacity_bytes=self._capacity)
 
     def report_status(self) -> dict[str, Any]:
@@ -198,15 +203,17 @@ class KVStoreL2Adapter(L2AdapterInterface):
 
     def close(self) -> None:
         """End in order: tasks are waited for, and what is on its way to a tier."""
-        self._workers.shutdown()
+        kinds = (self._stores, self._lookups, self._loads)
+        for tasks in kinds:
+            tasks.workers.shutdown()
         self._store.close()
-        for tasks in (self._stores, self._lookups, self._loads):
+        for tasks in kinds:
             tasks.close()
 
     def _submit(self, tasks: _Tasks[_T], what: str, work: Callable[[], _T], otherwise: _T) -> int:
         with self._lock:
             number = self._next = self._next + 1
-        self._workers.submit(lambda: tasks.ended(number, self._tried(what, work, otherwise)))
+        tasks.workers.submit(lambda: tasks.ended(number, self._tried(what, work, otherwise)))
         return number
 
     def _write(self, keys: Sequence[ObjectKey], objects: Sequence[Any]) -> L2StoreResult:
@@ -234,19 +241,32 @@ class KVStoreL2Adapter(L2AdapterInterface):
         if there:
             found = [names[at] for at in there]
             with self._lock:
-                self._locked.update(found)
+                self._lock_for_loads(found, time.monotonic())
                 self._store.pin(found, LOCK_SECONDS, host=False)
         return _bitmap(len(keys), there)
+
+    def _lock_for_loads(self, names: Sequence[bytes], now: float) -> None:
+        locked = self._locked
+        if len(locked) > MOST_LOCKED:
+            # LMCache gives none back of a lookup that it has abandoned.
+            for name in [name for name, (_, until) in locked.items() if until <= now]:
+                del locked[name]
+        for name in names:
+            count, until = locked.get(name, (0, now))
+            locked[name] = (count + 1 if until > now else 1, now + LOCK_SECONDS)
 
     def _read(self, keys: Sequence[ObjectKey], objects: Sequence[Any]) -> Bitmap:
         names = [self._key(key) for key in keys]
         buffers = [one.byte_array for one in objects]
         filled: list[int] = []
         at = 0
-        while at < len(names):
-            count = self._store.get_into(names[at:], buffers[at:], timeout=self._timeout)
-            filled += range(at, at + count)
-            at += count + 1  # The one after them is not there.
+        for held, run in groupby(self._store.contains(names)):
+            end = at + len(list(run))
+            while held and at < end:
+                count = self._store.get_into(names[at:end], buffers[at:end], timeout=self._timeout)
+                filled += range(at, at + count)
+                at += count + 1  # The one after them is not there any more.
+            at = end
         if filled:
             self._notify_keys_accessed([keys[at] for at in filled])
         return _bitmap(len(keys), filled)
@@ -272,7 +292,8 @@ class KVStoreL2Adapter(L2AdapterInterface):
 class _Tasks(Generic[_T]):
     """Results of one kind of task, until they are taken, and a descriptor that tells of them."""
 
-    def __init__(self) -> None:
+    def __init__(self, name: str, threads: int) -> None:
+        self.workers = ThreadPoolExecutor(threads, f"kvstore-lmcache-{name}")
         self._notifier = create_event_notifier()
         self._results: dict[int, _T] = {}
         self._lock = threading.Lock()
@@ -284,6 +305,9 @@ class _Tasks(Generic[_T]):
     def ended(self, number: int, result: _T) -> None:
         with self._lock:
             self._results[number] = result
+            if len(self._results) > MOST_RESULTS:
+                # LMCache does not ask for those of lookups that it has abandoned.
+                del self._results[next(iter(self._results))]
         self._notifier.notify()
 
     def take(self, number: int) -> _T | None:

@@ -128,11 +128,13 @@ class Puts:
         name: str,
         *,
         wait: bool,
+        durable: bool = False,
     ) -> int:
         """Store `sources` under `keys` for the request `name`; returns the leading keys stored.
 
         Args:
             wait: whether to wait for room and for other puts.
+            durable: whether `save` follows: what a peer keeps does not count, as it does not there.
         """
         rows = min(self._rows_for(()), self._core.reach(keys))
         width = len(keys) if len(keys) <= rows else max(1, rows // 2)
@@ -148,13 +150,17 @@ class Puts:
                 # A later part must not displace an earlier one.
                 end = offered + min(width, self._rows_for(here) - len(here))
                 part = dict(zip(keys[offered:end], sources[offered:end], strict=True))
-                if not part or not await self._portion(part, name, withdrawn, wait=wait):
+                if not part or not await self._portion(
+                    part, name, withdrawn, wait=wait, durable=durable
+                ):
                     break
+                if durable:
+                    self._core.save_first(part)
                 here += part
                 offered = end
         finally:
             self._withdrawn = [one for one in self._withdrawn if one is not withdrawn]
-        return next((n for n, key in enumerate(keys) if not self.has(key)), len(keys))
+        return next((n for n, key in enumerate(keys) if not self.has(key, own=durable)), len(keys))
 
     async def save(self, keys: Sequence[bytes]) -> int:
         """Copy those of `keys` that are here to the first tier; returns how many it has, in order.
@@ -176,13 +182,14 @@ class Puts:
             len(keys),
         )
 
-    def has(self, key: bytes) -> bool:
-        """Whether the store has the complete chunk."""
+    def has(self, key: bytes, *, own: bool = False) -> bool:
+        """Whether the store has the complete chunk; `own`: in host memory or on the first tier."""
         if key in self._core.hidden:
             return False
         chunk = self._core.chunks.get(key)
         return (chunk is not None and chunk.stored_by is None) or any(
-            not tier.index.lacks(key) for tier in self._core.tiers
+            not tier.index.lacks(key)
+            for tier in (self._core.targets[:1] if own else self._core.tiers)
         )
 
     def _rows_for(self, keys: Sequence[bytes]) -> int:
@@ -195,7 +202,13 @@ class Puts:
             one.update(keys)
 
     async def _portion(
-        self, chunks: Sources, name: str, withdrawn: Collection[bytes], *, wait: bool
+        self,
+        chunks: Sources,
+        name: str,
+        withdrawn: Collection[bytes],
+        *,
+        wait: bool,
+        durable: bool,
     ) -> bool:
         """Store a part that fits in host memory; False if some of it found no room in time."""
         left = dict.fromkeys(chunks)
@@ -212,7 +225,7 @@ class Puts:
                     return False
                 left = {key: None for key in left if key not in withdrawn}
                 if told:
-                    left = dict.fromkeys(key for key in left if not self.has(key))
+                    left = dict.fromkeys(key for key in left if not self.has(key, own=durable))
                 if not left:
                     return True
                 # Chunks that this call has stored and others have displaced are not stored again.
@@ -229,7 +242,9 @@ class Puts:
                 self._driver.flush()
                 if grant is not None:
                     ended = {*grant.keys, *grant.declined}
-                    left = dict.fromkeys(k for k in left if k not in ended and not self.has(k))
+                    left = dict.fromkeys(
+                        k for k in left if k not in ended and not self.has(k, own=durable)
+                    )
                     done = not left
                     if grant.keys:
                         since = self._moved = now
@@ -237,7 +252,7 @@ class Puts:
                         # The next put need not wait for the copying.
                         mine = turns.give()
                     if grant.keys:
-                        await self._copy_in(grant.keys, grant.rows, chunks, name)
+                        await self._copy_in(grant.keys, grant.rows, chunks, name, durable=durable)
                     if done:
                         return True
                     if grant.keys:
@@ -256,7 +271,7 @@ class Puts:
                 turns.give()
 
     async def _copy_in(
-        self, keys: list[bytes], rows: list[int], sources: Sources, name: str
+        self, keys: list[bytes], rows: list[int], sources: Sources, name: str, *, durable: bool
     ) -> None:
         array = self._region.array
 
@@ -272,6 +287,9 @@ class Puts:
             ok = True
         finally:
             self._core.complete_store(keys, name, ok, era)
+            if durable and ok and era == self._core.era:
+                # They may not leave before they are copied, though a peer keeps them.
+                self._core.save_first(keys)
             self._driver.pump()
 
 

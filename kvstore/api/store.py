@@ -593,7 +593,7 @@ class Store:
         self._core.extend_prompt(prompt.id, keys)
         prompt.busy += 1
         try:
-            stored = await self._puts.put(keys, sources, prompt.id, wait=wait)
+            stored = await self._puts.put(keys, sources, prompt.id, wait=wait, durable=durable)
         except BaseException:
             self._prompts.end(prompt)
             raise

@@ -10,6 +10,7 @@ import select
 import shlex
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -344,6 +345,53 @@ def test_objects_stay_locked_until_the_last_lookup_is_done_with_them(tmp_path: P
         assert not one._locked
         tier, *_ = one._store.stats().tiers
         assert tier.pinned == 0
+
+
+def test_locks_of_lookups_that_were_abandoned_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """LMCache gives back neither their locks nor their results."""
+    monkeypatch.setattr("kvstore.lmcache.LOCK_SECONDS", 0.2)
+    monkeypatch.setattr("kvstore.lmcache.MOST_LOCKED", 2)
+    monkeypatch.setattr("kvstore.lmcache.MOST_RESULTS", 2)
+    keys = make_object_keys(4)
+    with adapter(tmp_path) as one:
+        assert store(one, keys, objects(4)).is_successful()
+        for _ in range(5):
+            one.submit_lookup_and_lock_task(keys, {})
+            wait(one.get_lookup_and_lock_event_fd())
+        assert len(one._lookups._results) == 2
+        time.sleep(0.3)
+        assert look_up(one, keys[:1]) == [0]
+        assert len(one._locked) == 1
+        one.submit_unlock(keys[:1])
+        assert not one._locked
+        tier, *_ = one._store.stats().tiers
+        assert tier.pinned == 0
+
+
+def test_a_lookup_waits_for_no_store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    keys = make_object_keys(2)
+    with adapter(tmp_path) as one:
+        assert store(one, keys, objects(2)).is_successful()
+        hangs = threading.Event()
+        monkeypatch.setattr(one, "_write", lambda *_: hangs.wait(WAIT_S))
+        for _ in range(20):
+            one.submit_store_task(keys, objects(2))
+        assert look_up(one, keys) == [0, 1]
+        assert load(one, keys, objects(2)) == [0, 1]
+        hangs.set()
+
+
+def test_usage_is_of_its_own_lane(tmp_path: Path) -> None:
+    keys = make_object_keys(8)
+    with adapter(tmp_path) as one, adapter(tmp_path) as other:
+        assert store(one, keys, objects(8)).is_successful()
+        end = time.monotonic() + WAIT_S
+        while look_up(other, keys) != list(range(8)):
+            assert time.monotonic() < end
+        assert other.get_usage().total_bytes_used == 0
+        assert one.get_usage().total_bytes_used == 8 * SIZE
 
 
 def test_tasks_after_a_fault_end_as_misses(tmp_path: Path) -> None:

@@ -50,6 +50,19 @@ async def test_more_than_host_memory_holds_is_written_as_a_whole(open_store: Ope
         assert on_disk(store) == {*WIDE}
 
 
+@pytest.mark.parametrize("flow", ["write-through", "demote", "exclusive"])
+async def test_more_than_host_memory_holds_is_written_though_a_neighbour_has_it(
+    tmp_path: Path, flow: str
+) -> None:
+    config = small(tmp_path / "cache", rows=8, disk=128)
+    config["tiers"][0]["flow"] = flow
+    async with kvstore.open(config) as one, kvstore.open(config) as other:
+        assert await one.put(WIDE, payloads(WIDE), durable=True) == len(WIDE)
+        await until_async(lambda: all(other.contains(WIDE)))
+        assert await other.put(WIDE, payloads(WIDE), durable=True, timeout=PATIENCE) == len(WIDE)
+        assert on_disk(other) >= {*WIDE}
+
+
 async def test_it_waits_for_its_own_chunks_alone(
     open_store: Open, monkeypatch: pytest.MonkeyPatch
 ) -> None:
