@@ -7,7 +7,7 @@ partition; the others are spread over some more by their tags, as in stochastic 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from hashlib import blake2b
 from itertools import accumulate
@@ -98,6 +98,25 @@ class Places:
         self._others, self._first = shares.partitions, len(named)
         self._weights = sum(share.weight for share in (*named, shares.others))
 
+    def within(self, limits: Sequence[int], wanted: Sequence[int]) -> list[int]:
+        """Return what each partition gets of what it wants; a limit of the others is of them all.
+
+        Each of them gets what it wants, or as much as any other of them (max-min fairness).
+        """
+        first = self._first
+        found = list(map(min, wanted[:first], limits[:first]))
+        left, last = limits[first], len(wanted)
+        parts = [0] * (last - first)
+        for done, place in enumerate(sorted(range(first, last), key=wanted.__getitem__)):
+            parts[place - first] = part = min(wanted[place], left // (last - first - done))
+            left -= part
+        return found + parts
+
+    def weights(self, sizes: Sequence[int]) -> list[float]:
+        """Return the weight of each partition; that of the others is divided among who has some."""
+        several = max(1, sum(map(bool, sizes[self._first :])))
+        return [share.weight / (several if parts > 1 else 1) for share, parts in self.shares]
+
     def of(self, key: bytes) -> int:
         """Return the number of the key's partition."""
         tag = key[:TAG_BYTES]
@@ -119,11 +138,10 @@ class Places:
         Args:
             counts: for each partition how many it has.
         """
-        wanted, kept = [], []
-        for place, (share, parts) in enumerate(self.shares):
-            wanted.append(min(counts.get(place, 0), int(share.maximal * capacity)))
-            kept.append(min(wanted[-1], int(share.guaranteed / parts * capacity)))
-        weights = [share.weight / parts for share, parts in self.shares]
+        sizes = [counts.get(place, 0) for place in range(len(self.shares))]
+        wanted = self.within([int(share.maximal * capacity) for share, _ in self.shares], sizes)
+        kept = self.within([int(share.guaranteed * capacity) for share, _ in self.shares], wanted)
+        weights = self.weights(sizes)
         # Who wants least for its weight comes first, and leaves the rest to the others.
         order = sorted(range(len(kept)), key=lambda n: (wanted[n] - kept[n]) / weights[n])
         theirs = [weights[place] for place in reversed(order)]

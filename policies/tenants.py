@@ -9,6 +9,9 @@ Room for a chunk is taken, in this order,
 3. from the others, down to what is guaranteed to them, so that what they have beyond that becomes
    proportional to their weights (max-min fairness). The one that asks counts with what it asks for.
 
+Tenants without a name have one share together, divided among those of their partitions that have
+chunks.
+
 So a tenant may fill what nobody else wants, and gives it back when they do. A partition never gives
 to one that would have more than it, by weight, nor below its guarantee to any other: rather than
 that, nothing is evicted. Only who has nothing gets one chunk in any case.
@@ -27,7 +30,7 @@ from itertools import groupby
 from kvstore.policies.admission import AdmissionFilter
 from kvstore.policies.base import EvictionPolicy, Protected, UntilLater
 from kvstore.policies.migration import Migration
-from kvstore.policies.shares import OTHERS, TAG_BYTES, Places, Share, Shares
+from kvstore.policies.shares import OTHERS, TAG_BYTES, Places, Shares
 
 __all__ = ["TenantFilters", "TenantMigration", "Tenants"]
 
@@ -42,16 +45,16 @@ class _Partition:
     """The chunks of one tenant, or of several.
 
     Attributes:
-        guaranteed: part of what is resident that others do not take. most: number of chunks.
+        guaranteed: chunks that others do not take. most: chunks beyond which it has too many.
+        weight: of the rest. All three are as `Tenants` has shared them out last.
     """
 
     __slots__ = ("guaranteed", "most", "policy", "used_at", "weight")
 
-    def __init__(self, policy: EvictionPolicy, share: Share, parts: int, capacity: int) -> None:
+    def __init__(self, policy: EvictionPolicy) -> None:
         self.policy = policy
-        self.guaranteed = share.guaranteed / parts
-        self.most = max(1, int(share.maximal * capacity))
-        self.weight = share.weight / parts
+        self.guaranteed = self.most = 0
+        self.weight = 1.0
         self.used_at = float("-inf")
 
 
@@ -81,8 +84,8 @@ class Tenants(EvictionPolicy):
         self.idle_s = shares.idle_s
         self.places = Places(shares)
         self.partitions = [
-            _Partition(make(self.places.expected(place, capacity)), *share, capacity)
-            for place, share in enumerate(self.places.shares)
+            _Partition(make(self.places.expected(place, capacity)))
+            for place in range(len(self.places.shares))
         ]
         self.effort = 1.2 * self.partitions[0].policy.effort
 
@@ -107,7 +110,31 @@ class Tenants(EvictionPolicy):
 
     @property
     def excess(self) -> int:
-        return sum(max(0, len(each.policy) - each.most) for each in self.partitions)
+        sizes = [len(each.policy) for each in self.partitions]
+        return sum(sizes) - sum(self._limited(sizes))
+
+    def _limited(self, sizes: Sequence[int]) -> list[int]:
+        """Return how many of its chunks each partition may have."""
+        most = [max(1, int(share.maximal * self.capacity)) for share, _ in self.places.shares]
+        return self.places.within(most, sizes)
+
+    def _share_out(
+        self, total: int, asker: _Partition | None = None, coming: int = 0
+    ) -> dict[_Partition, int]:
+        """Set what each partition may have; returns how many chunks it has, or is to get.
+
+        Args:
+            total: of what guarantees are parts. coming: how many chunks the asker is to get.
+        """
+        places, partitions = self.places, self.partitions
+        sizes = [len(each.policy) + coming * (each is asker) for each in partitions]
+        kept = [int(share.guaranteed * total) for share, _ in places.shares]
+        guaranteed, limited = places.within(kept, sizes), self._limited(sizes)
+        weights = places.weights(sizes)
+        for place, each in enumerate(partitions):
+            each.guaranteed, each.most = guaranteed[place], limited[place]
+            each.weight = weights[place]
+        return dict(zip(partitions, sizes, strict=True))
 
     @property
     def parts(self) -> list[EvictionPolicy]:
@@ -141,7 +168,9 @@ class Tenants(EvictionPolicy):
         total = sum(sizes.values()) + free
         plan = self._plan(others, asker, others + free, (), total=total)
         given = sum(count for each, count in plan if each is not asker)
-        return max(1, min(asker.most, sizes[asker] + free + given))
+        wanted = [self.capacity if each is asker else len(each.policy) for each in self.partitions]
+        most = self._limited(wanted)[self.partitions.index(asker)]
+        return max(1, min(most, sizes[asker] + free + given))
 
     # -- uses ------------------------------------------------------------------------------
 
@@ -248,9 +277,9 @@ class Tenants(EvictionPolicy):
         self, asker: _Partition, protected: Protected
     ) -> list[tuple[_Partition, list[bytes]]]:
         """Evict one chunk of the other that has most beyond its guarantee, by weight."""
-        total = len(self)
+        self._share_out(len(self), asker, 1)
         spare = {
-            each: (len(each.policy) - int(each.guaranteed * total)) / each.weight
+            each: (len(each.policy) - each.guaranteed) / each.weight
             for each in self.partitions
             if each is not asker
         }
@@ -291,8 +320,8 @@ class Tenants(EvictionPolicy):
 
         total = len(self) if total is None else total
         able = [each for each in self.partitions if each not in exhausted]
-        sizes = {each: len(each.policy) + coming * (each is asker) for each in self.partitions}
-        spare = {each: sizes[each] - int(each.guaranteed * total) for each in self.partitions}
+        sizes = self._share_out(total, asker, coming)
+        spare = {each: sizes[each] - each.guaranteed for each in self.partitions}
         for each in able:
             give(each, sizes[each] - each.most)
         since = self.clock() - self.idle_s
@@ -313,8 +342,9 @@ class Tenants(EvictionPolicy):
 
     def trim(self, count: int, protected: Protected) -> list[bytes]:
         victims: list[bytes] = []
-        for each in self.partitions:
-            excess = min(len(each.policy) - each.most, count - len(victims))
+        sizes = [len(each.policy) for each in self.partitions]
+        for each, most in zip(self.partitions, self._limited(sizes), strict=True):
+            excess = min(len(each.policy) - most, count - len(victims))
             if excess > 0:
                 victims += each.policy.evict_up_to(excess, protected)
         return victims

@@ -28,10 +28,14 @@ def test_what_is_guaranteed_is_kept_and_nothing_is_wasted(
     kept = places.kept(there, capacity)
     assert sum(kept) <= capacity
     most = []
-    for place, (share, parts) in enumerate(places.shares):
-        most.append(min(there.get(place, 0), int(share.maximal * capacity)))
-        least = min(most[-1], int(share.guaranteed / parts * capacity))
-        assert least <= kept[place] <= most[-1]
+    # The others have one share together.
+    groups = [[place] for place in range(len(named))]
+    for group in (*groups, range(len(named), len(kept))):
+        share, _ = places.shares[group[0]]
+        most.append(min(sum(there.get(p, 0) for p in group), int(share.maximal * capacity)))
+        least = min(most[-1], int(share.guaranteed * capacity))
+        assert least <= sum(kept[place] for place in group) <= most[-1]
+        assert all(kept[place] <= there.get(place, 0) for place in group)
     # Chunks are not divided.
     assert sum(kept) >= min(sum(most), capacity - len(kept))
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 import pytest
 from hypothesis import given
@@ -229,6 +229,35 @@ def test_those_that_are_not_named_are_spread_over_partitions() -> None:
     assert {tag_of(one)[0] % 16 for one in lost} <= {tag_of("flood")[0] % 16}
 
 
+@pytest.mark.parametrize("users", [1, 30])
+def test_those_that_are_not_named_have_one_share_together(users: int) -> None:
+    """Be they one or many."""
+    names = [f"user-{number}" for number in range(users)]
+
+    def of_users(cache: Cache) -> int:
+        return sum(map(cache.has, names))
+
+    def used(others: Share) -> Cache:
+        cache = Cache(1000, Shares({"a": Share()}, others))
+        for name in names:
+            cache.put(name, 900 // users)
+        return cache
+
+    limited = used(Share(maximal=0.2))
+    assert limited.policy.excess == of_users(limited) - 200
+    limited.policy.trim(1000, nobody)
+    assert of_users(limited) == 200
+    assert not limited.policy.excess
+    for others, left in ((Share(guaranteed=0.4, weight=1e-9), 400), (Share(), 500)):
+        cache = used(others)
+        cache.flood("a", 2000)
+        assert of_users(cache) == pytest.approx(left, abs=20)
+        for name in names:
+            cache.flood(name, 2000 // users)
+        assert of_users(cache) == pytest.approx(left, abs=20)
+        assert of_users(cache) + cache.has("a") == 1000
+
+
 def test_a_search_that_is_cut_short_takes_nothing_from_others() -> None:
     cache = Cache(10, EVEN)
     cache.put("a", 6)
@@ -321,29 +350,33 @@ def test_nobody_takes_from_one_that_has_less_nor_from_a_guarantee(
             idle = {part for part in policy.partitions if part.used_at < since}
             cache.put(tenant, count)
             asker = policy._partition(tag_of(tenant))
-            _check(policy.partitions, before, asker, idle)
+            _check(policy, before, asker, idle)
         assert len(policy) <= 30
 
 
 def _check(
-    partitions: Iterable[_Partition],
+    policy: Tenants,
     before: dict[_Partition, int],
     asker: _Partition,
     idle: set[_Partition],
 ) -> None:
     total = sum(before.values())
+    # Each of them is of one share here.
+    shares = dict(zip(policy.partitions, (share for share, _ in policy.places.shares), strict=True))
 
     def by_weight(part: _Partition) -> float:
-        return (len(part.policy) - int(part.guaranteed * total)) / part.weight
+        share = shares[part]
+        return (len(part.policy) - int(share.guaranteed * total)) / share.weight
 
-    for part in partitions:
+    for part, share in shares.items():
         has = len(part.policy)
-        if part is asker or has == before[part] or has >= part.most:
+        if part is asker or has == before[part] or has >= max(1, int(share.maximal * 30)):
             continue
         if not before[asker] and has == before[part] - 1:
             # Who has nothing gets one chunk in any case.
             continue
-        assert has >= int(part.guaranteed * total)
+        assert has >= int(share.guaranteed * total)
         if part not in idle:
             # One chunk more or less, as chunks are not divided.
-            assert by_weight(part) + 1 / part.weight >= by_weight(asker) - 1 / asker.weight
+            least = by_weight(asker) - 1 / shares[asker].weight
+            assert by_weight(part) + 1 / share.weight >= least
