@@ -78,9 +78,13 @@ class Gate:
                 for name in self.beyond
             )
             raise ConfigError(f"this model does not bear the codec {self.codec}: {told}")
+        if str(self.identity.get("dtype", self.dtype)).removeprefix("torch.") != self.dtype:
+            raise ConfigError(
+                f"its codec encodes {self.dtype}, and its model has {self.identity['dtype']}"
+            )
         for name, value in self.identity.items():
             # Tuples are lists in a file.
-            if json.loads(json.dumps(identity.get(name))) != value:
+            if name not in identity or json.loads(json.dumps(identity[name])) != value:
                 raise ConfigError(
                     f"it is of a model with {name} = {value!r}, and this one has "
                     f"{identity.get(name)!r}: run kvstore gate for this one"

@@ -241,5 +241,6 @@ def _of_drive(told: Wear) -> str:
     budget = f'"admission": {{"name": "endurance", "bytes_per_day": "{format_size(daily)}"}}'
     return (
         f"{told} For {YEARS:g} years {format_size(daily)} a day may be written to it: if kvstore "
-        f'writes most of that, try {budget}, or "reuse", or see kvstore simulate.'
+        f'writes most of that, try {budget} in the tier of the disk, or "reuse", or see '
+        "kvstore simulate."
     )

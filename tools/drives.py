@@ -71,7 +71,7 @@ class Wear:
 
         It takes as many bytes for each hundredth of its endurance as so far.
         """
-        if self.hours_left is None or not 0 < self.used < 1:
+        if self.hours_left is None or not 0 < self.used < 1 or not self.written_bytes:
             return None
         return int(self.written_bytes * (1 - self.used) / self.used / (YEARS * 365))
 

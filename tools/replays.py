@@ -39,13 +39,20 @@ def chunks_of(option: str, text: str, trace: Trace, size: int | None) -> int:
     Args:
         size: bytes of a chunk; None if unknown.
     """
-    if re.fullmatch(r"\d+(\.\d+)?%", text):
-        return int(trace.unique * float(text[:-1]) / 100)
-    if re.fullmatch(r"\d+", text):
-        return int(text)
+    found = _chunks_of(option, text, trace, size)
+    if not found and any(digit in text for digit in "123456789"):
+        raise ConfigError(f"{option} {text}: less than one chunk; 0 is none")
+    return found
+
+
+def _chunks_of(option: str, text: str, trace: Trace, size: int | None) -> int:
     try:
+        if re.fullmatch(r"\d+(\.\d+)?%", text):
+            return int(trace.unique * float(text[:-1]) / 100)
+        if re.fullmatch(r"\d+", text):
+            return int(text)
         wanted = parse_size(text)
-    except ValueError as error:
+    except (OverflowError, ValueError) as error:
         raise ConfigError(
             f'{option} {text}: must be a number of chunks, a share such as "5%", '
             'or a size such as "64GiB"'

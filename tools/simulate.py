@@ -46,7 +46,8 @@ from kvstore.tools.replays import (
 
 __all__ = ["add_arguments", "run_simulate"]
 
-DEFAULT_HOST = "10%"
+DEFAULT_PART = 10
+"""The part of a trace, one in so many chunks, that host memory takes by default."""
 
 NOTED_BYTES = 8 * 2**20
 """Size of a trace from which the progress of reading it is shown."""
@@ -116,7 +117,11 @@ def run_simulate(options: argparse.Namespace) -> int:
     if options.sample is not None and not 0 < options.sample <= 1:
         raise ConfigError(f"--sample {options.sample}: must be above 0 and at most 1")
     policies = _choices("--policy", options.policy)
+    if options.curve and (options.admission or options.disk != "0" or options.hints):
+        raise ConfigError("--curve is of host memory alone: leave --admission, --disk, --hints out")
     trace = read_trace(options.trace, limit=options.limit, progress=_reading)
+    if not trace.accesses:
+        raise ConfigError(f"{trace.name}: no request asks for a chunk")
     size = chunk_bytes_of(options.chunk_bytes, trace)
     costs = costs_of(options)
     if options.read_ms is not None and costs.compute is None:
@@ -222,19 +227,28 @@ def _curve(options: argparse.Namespace, trace: Trace, policies: list[Choice]) ->
 
 # -- options -------------------------------------------------------------------------------
 
+BUDGET = "bytes_per_day"
+"""A parameter of filters."""
+
 
 def _setups(
     options: argparse.Namespace, trace: Trace, policies: list[Choice], size: int | None
 ) -> list[Setup]:
     if options.host is None:
         # The default must also work for a trace so short that 10 % is less than a chunk.
-        hosts = [max(1, chunks_of("--host", DEFAULT_HOST, trace, size))]
+        hosts = [max(1, trace.unique // DEFAULT_PART)]
     else:
         hosts = [chunks_of("--host", text, trace, size) for text in split(options.host)]
     disks = [chunks_of("--disk", text, trace, size) for text in split(options.disk)]
     if not hosts or min(hosts) < 1:
         raise ConfigError(f"--host {options.host}: must be at least one chunk")
     disk_policies = _choices("--disk-policy", options.disk_policy)
+    given = f"{options.admission} {options.disk_admission}"
+    if BUDGET in given and (size is None or options.sample is not None):
+        raise ConfigError(
+            f"{BUDGET} is of the whole trace, and of chunks of one size: it needs --chunk-bytes, "
+            "and goes without --sample"
+        )
     admissions = [_filters("--admission", text) for text in split(options.admission) or [""]]
     disk_admissions = [
         _filters("--disk-admission", text) for text in split(options.disk_admission) or [""]
@@ -362,6 +376,7 @@ def _draw_rows(
         parts = [row["host_policy"], *row["host_admission"]]
         if row["disk_chunks"]:
             parts += [row["flow"], row["disk_policy"], *row["disk_admission"]]
+        parts += ["hints"] * row["hints"]
         size = row["host_chunks"] + row["disk_chunks"]
         lines.setdefault(", ".join(parts), []).append((size, row["hit_ratio"]))
     if best:

@@ -17,7 +17,6 @@ from __future__ import annotations
 from array import array
 from collections.abc import Sequence
 
-from kvstore.errors import TraceError
 from kvstore.simulation.trace import Trace
 
 __all__ = ["LRUCurve"]
@@ -32,7 +31,7 @@ class LRUCurve:
 
     def __init__(self, trace: Trace) -> None:
         self.accesses = trace.accesses
-        _check_chained(trace)
+        trace.check_chained()
         depths = array("q", [0]) * (trace.unique + 1)
         owner = array("q", [-1]) * trace.unique
         left = _Counts(len(trace.requests))
@@ -94,21 +93,6 @@ class _Counts:
             total -= self._tree[place]
             place &= place - 1
         return total
-
-
-def _check_chained(trace: Trace) -> None:
-    parents = array("q", [-2]) * trace.unique
-    for number, chunks in enumerate(trace.requests):
-        parent = -1
-        for chunk in chunks:
-            if parents[chunk] == -2:
-                parents[chunk] = parent
-            elif parents[chunk] != parent:
-                raise TraceError(
-                    f"{trace.name}: request {number + 1} has a chunk that follows another chunk "
-                    "than before: its ids are not hashes of prefixes"
-                )
-            parent = chunk
 
 
 def sizes_between(least: int, most: int, count: int) -> Sequence[int]:

@@ -36,7 +36,12 @@ class Optimum:
 
 
 def optimum(trace: Trace, capacity: int) -> Optimum:
-    """Replay the trace with knowledge of the future, through one tier of `capacity` chunks."""
+    """Replay the trace with knowledge of the future, through one tier of `capacity` chunks.
+
+    Raises:
+        TraceError: if its ids are not hashes of prefixes: then it would be no bound.
+    """
+    trace.check_chained()
     following = _next_uses(trace)
     resident: dict[int, int] = {}  # chunk -> number of the request that uses it next
     # Candidates, the latest next use first and then the deepest: (-next use, -depth, chunk).

@@ -84,6 +84,25 @@ class Trace:
         """Chunks looked up, over all requests."""
         return sum(map(len, self.requests))
 
+    def check_chained(self) -> None:
+        """Make sure that each chunk always follows the same one, as hashes of prefixes do.
+
+        Raises:
+            TraceError: if one does not.
+        """
+        parents = array("q", [-2]) * self.unique
+        for number, chunks in enumerate(self.requests):
+            parent = -1
+            for chunk in chunks:
+                if parents[chunk] == -2:
+                    parents[chunk] = parent
+                elif parents[chunk] != parent:
+                    raise TraceError(
+                        f"{self.name}: request {number + 1} has a chunk that follows another chunk "
+                        "than before: its ids are not hashes of prefixes"
+                    )
+                parent = chunk
+
     def keys(self) -> list[bytes]:
         """Return a key for each chunk, as well mixed as a hash."""
         return [

@@ -41,6 +41,12 @@ def test_nothing_that_could_be_kept_brings_more_hits(seed: int) -> None:
     assert optimum(trace, capacity).hits == most_hits(trace, capacity)
 
 
+def test_of_ids_that_are_no_hashes_of_prefixes_there_is_no_bound() -> None:
+    trace = Trace.of("loose", [(0.0, [7, 5]), (1.0, [0, 7, 6]), (2.0, [7, 0, 3])])
+    with pytest.raises(TraceError, match="its ids are not hashes of prefixes"):
+        optimum(trace, 2)
+
+
 def most_hits(trace: Trace, capacity: int) -> int:
     """By trying everything: after each request any prefix-closed choice may be kept."""
     parents: dict[int, int] = {}

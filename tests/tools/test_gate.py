@@ -46,11 +46,21 @@ def test_log_probabilities_count_up_to_the_first_other_token() -> None:
     assert found["logprob_error"] == pytest.approx((0.5 + 2.0 + 0.0) / 3)
 
 
+def test_a_token_that_is_not_among_the_likeliest_any_more_counts_as_an_error() -> None:
+    computed, read = answer([1, 2], [-0.1, -0.1]), answer([1, 4], [-0.1, -0.2])
+    # Of 2 it is only known that it is less likely than 9.
+    assert compare([computed], [read])["logprob_error_most"] == pytest.approx(2.9)
+
+
 def test_prompts_that_were_not_read_do_not_count() -> None:
     computed = [answer([1], [0.0]), answer([2], [0.0])]
     read = [answer([1], [0.0]), answer([3], [0.0], cached=19)]
-    assert compare(computed, read)["prompts"] == 1
-    with pytest.raises(KVStoreError, match="of no prompt half was found"):
+    told = compare(computed, read)
+    assert told["prompts"] == 1
+    assert told["read"] == (32 + 19) / 80
+    with pytest.raises(KVStoreError, match="of 1 of 3 prompts"):
+        compare([*computed, computed[1]], [*read, read[1]])
+    with pytest.raises(KVStoreError, match="of 0 of 1 prompts half was found"):
         compare(computed[1:], read[1:])
 
 
@@ -131,6 +141,6 @@ def test_what_is_beyond_a_limit_is_refused_and_written_down(
     assert main(told) == 1
     assert "BEYOND" in capsys.readouterr().out
     gate = read_gate(tmp_path / "gate")
-    assert gate.beyond == ["differing"]
+    assert gate.beyond == ["differing", "logprob_error"]
     assert set(gate.identity) == {"dtype", "weights", "config.a"}
-    assert main([*told, "--most-differing", "1"]) == 0
+    assert main([*told, "--most-differing", "1", "--most-error", "2"]) == 0

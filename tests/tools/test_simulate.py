@@ -113,6 +113,19 @@ def test_sizes_may_be_bytes(trace: Path, capsys: pytest.CaptureFixture[str]) -> 
     assert row["host_chunks"] == 4
 
 
+@pytest.mark.parametrize("more", [[], ["--curve"], ["--replicas", "2"]])
+def test_a_trace_that_asks_for_nothing_is_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], more: list[str]
+) -> None:
+    path = tmp_path / "empty.jsonl"
+    path.write_text('{"timestamp": 0, "hash_ids": []}\n')
+    assert main(["simulate", str(path), *more]) == 2
+    assert "empty.jsonl: no request asks for a chunk" in capsys.readouterr().err
+
+
+BUDGET = "endurance(bytes_per_day=500000000000)"
+
+
 @pytest.mark.parametrize("suffix", ["png", "svg"])
 def test_a_picture_is_drawn(
     trace: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], suffix: str
@@ -147,6 +160,16 @@ def test_a_picture_is_drawn(
         (["--read-ms", "3"], "--read-ms says what is saved only with --compute-ms"),
         (["--compute-ms", "3", "--curve"], "--compute-ms cannot be combined with --curve"),
         (["--picture", "x.jpg"], "x.jpg: a picture must end in one of: .png, .svg"),
+        (["--disk", "1%"], "--disk 1%: less than one chunk; 0 is none"),
+        (["--disk", "1KiB", "--chunk-bytes", "2KiB"], "--disk 1KiB: less than one chunk"),
+        (["--replicas", "2", "--store", "1%"], "--store 1%: less than one chunk"),
+        (["--host", "9" * 400 + "%"], "--host 99"),
+        (["--curve", "--disk", "5"], "--curve is of host memory alone"),
+        (["--disk", "5", "--disk-admission", BUDGET], "bytes_per_day is of the whole trace"),
+        (
+            ["--disk-admission", BUDGET, "--chunk-bytes", "1KiB", "--sample", "0.5"],
+            "bytes_per_day is of the whole trace",
+        ),
     ],
 )
 def test_what_cannot_be_done_is_refused_by_name(
@@ -173,7 +196,7 @@ def test_a_trace_too_small_for_the_default_has_one_chunk_of_host_memory(
     (row,) = told(capsys, path)["replays"]
     assert row["host_chunks"] == 1
     assert main(["simulate", str(path), "--host", "10%"]) == 2
-    assert "--host 10%: must be at least one chunk" in capsys.readouterr().err
+    assert "--host 10%: less than one chunk" in capsys.readouterr().err
 
 
 def test_reading_shows_how_far_it_is_on_a_terminal_alone(
