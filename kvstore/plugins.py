@@ -26,10 +26,11 @@ from kvstore.policies import (
     has_policy,
     policy_names,
 )
+from kvstore.policies.admission import TenantFilters
 from kvstore.policies.parameters import parameters_of
 from kvstore.policies.registry import Registry
 from kvstore.policies.shares import Shares
-from kvstore.policies.tenants import TenantFilters, Tenants
+from kvstore.policies.tenants import Tenants
 from kvstore.sizes import parse_size
 from kvstore.tiers.base import Tier
 from kvstore.types import TierPlace

@@ -24,9 +24,12 @@ The filter guarantees:
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from itertools import groupby
 
-__all__ = ["AdmissionFilter", "Chain"]
+from kvstore.policies.shares import Places, Shares
+
+__all__ = ["AdmissionFilter", "Chain", "TenantFilters"]
 
 
 class AdmissionFilter(ABC):
@@ -103,4 +106,40 @@ class Chain(AdmissionFilter):
 
     def clear(self) -> None:
         for each in self.filters:
+            each.clear()
+
+
+class TenantFilters(AdmissionFilter):
+    """An admission filter for each partition: nobody's requests make another's be forgotten.
+
+    Args:
+        make: makes the filter of one partition, for a capacity.
+    """
+
+    name = "tenants"
+
+    def __init__(
+        self,
+        capacity: int,
+        chunk_bytes: int,
+        make: Callable[[int], AdmissionFilter],
+        shares: Shares,
+    ) -> None:
+        super().__init__(capacity, chunk_bytes)
+        self.places = Places(shares)
+        places = range(len(self.places.shares))
+        self.partitions = [make(self.places.expected(place, capacity)) for place in places]
+
+    def asked(self, keys: Sequence[bytes]) -> None:
+        for place, run in groupby(keys, self.places.of):
+            self.partitions[place].asked(list(run))
+
+    def admit(self, keys: Sequence[bytes], now: float) -> list[bool]:
+        admitted: list[bool] = []
+        for place, run in groupby(keys, self.places.of):
+            admitted += self.partitions[place].admit(list(run), now)
+        return admitted
+
+    def clear(self) -> None:
+        for each in self.partitions:
             each.clear()

@@ -27,12 +27,11 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from heapq import merge
 from itertools import groupby
 
-from kvstore.policies.admission import AdmissionFilter
 from kvstore.policies.base import EvictionPolicy, Protected, UntilLater
 from kvstore.policies.migration import Migration
 from kvstore.policies.shares import OTHERS, TAG_BYTES, Places, Shares
 
-__all__ = ["TenantFilters", "TenantMigration", "Tenants"]
+__all__ = ["TenantMigration", "Tenants"]
 
 MOST_PLANS = 4
 """How often a search for chunks is planned anew because a partition had fewer than it seemed."""
@@ -407,42 +406,6 @@ class TenantMigration(Tenants):
             if not each.left:
                 partition.policy = each.new
         return moved
-
-
-class TenantFilters(AdmissionFilter):
-    """An admission filter for each partition: nobody's requests make another's be forgotten.
-
-    Args:
-        make: makes the filter of one partition, for a capacity.
-    """
-
-    name = "tenants"
-
-    def __init__(
-        self,
-        capacity: int,
-        chunk_bytes: int,
-        make: Callable[[int], AdmissionFilter],
-        shares: Shares,
-    ) -> None:
-        super().__init__(capacity, chunk_bytes)
-        self.places = Places(shares)
-        places = range(len(self.places.shares))
-        self.partitions = [make(self.places.expected(place, capacity)) for place in places]
-
-    def asked(self, keys: Sequence[bytes]) -> None:
-        for place, run in groupby(keys, self.places.of):
-            self.partitions[place].asked(list(run))
-
-    def admit(self, keys: Sequence[bytes], now: float) -> list[bool]:
-        admitted: list[bool] = []
-        for place, run in groupby(keys, self.places.of):
-            admitted += self.partitions[place].admit(list(run), now)
-        return admitted
-
-    def clear(self) -> None:
-        for each in self.partitions:
-            each.clear()
 
 
 def _level(

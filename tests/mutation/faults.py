@@ -714,8 +714,8 @@ FAULTS = (
         "kvstore/gate.py",
         (
             "a gate lets every model pass",
-            "            if json.loads(json.dumps(identity.get(name))) != value:\n",
-            "            if name == value:\n",
+            "name not in identity or json.loads(json.dumps(identity[name])) != value",
+            "name == value",
         ),
     ),
     *_in(
