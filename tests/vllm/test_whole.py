@@ -292,7 +292,9 @@ def test_a_part_of_a_chunk_is_never_taken_for_the_whole(
     serve(open_server(**shape))
     with pytest.raises(ConfigError, match="blocks_per_chunk = 4, and this model has layers"):
         open_server(**shape, windows=(None, 10))
-    # As vLLM is, it would go wrong.
+    if VERSION != (0, 32):
+        return
+    # As vLLM is, it would go wrong; with other releases after other requests.
     monkeypatch.setattr("kvstore.vllm.spec.check_windows", lambda *_: None)
     with pytest.raises(AssertionError, match="reads a wrong token"):
         serve(open_server(**shape, windows=(None, 10)))
