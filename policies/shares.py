@@ -7,12 +7,16 @@ partition; the others are spread over some more by their tags, as in stochastic 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from hashlib import blake2b
 from itertools import accumulate
+from typing import TypeVar
 
-__all__ = ["OTHERS", "TAG_BYTES", "Places", "Share", "Shares", "tag_of", "tenant_keys"]
+__all__ = ["OTHERS", "TAG_BYTES", "Places", "Share", "Shares", "level", "tag_of", "tenant_keys"]
+
+_T = TypeVar("_T")
 
 TAG_BYTES = 8
 """Length of a tag: the first bytes of each key, where there are tenants."""
@@ -152,3 +156,35 @@ class Places:
             kept[place] += more
             left -= more
         return kept
+
+
+def level(
+    spare: Mapping[_T, int], weights: Mapping[_T, float], short: int, floor: float
+) -> Iterator[tuple[_T, int]]:
+    """Yield how much each gives so that what remains to them, by weight, is level.
+
+    Args:
+        spare: what each has beyond its guarantee.
+        floor: nobody gives below this, by weight.
+    """
+    richest = sorted(
+        (each for each in spare if spare[each] > floor * weights[each]),
+        key=lambda each: spare[each] / weights[each],
+        reverse=True,
+    )
+    height, total, weight = floor, 0, 0.0
+    for number, each in enumerate(richest, 1):
+        total += spare[each]
+        weight += weights[each]
+        height = max(floor, (total - short) / weight)
+        if number < len(richest):
+            follower = richest[number]
+            if height >= spare[follower] / weights[follower]:
+                break
+    amounts = {each: spare[each] - height * weights[each] for each in richest}
+    # Chunks are not divided: those with the largest remainders give one more.
+    whole = {each: int(amount) for each, amount in amounts.items() if amount > 0}
+    more = min(short, math.ceil(sum(map(amounts.__getitem__, whole)))) - sum(whole.values())
+    for each in sorted(whole, key=lambda each: whole[each] - amounts[each])[: max(0, more)]:
+        whole[each] += 1
+    yield from whole.items()

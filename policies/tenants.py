@@ -23,18 +23,21 @@ import math
 import sys
 import time
 from bisect import bisect_left
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from heapq import merge
 from itertools import groupby
 
 from kvstore.policies.base import EvictionPolicy, Protected, UntilLater
 from kvstore.policies.migration import Migration
-from kvstore.policies.shares import OTHERS, TAG_BYTES, Places, Shares
+from kvstore.policies.shares import OTHERS, TAG_BYTES, Places, Shares, level
 
 __all__ = ["TenantMigration", "Tenants"]
 
 MOST_PLANS = 4
 """How often a search for chunks is planned anew because a partition had fewer than it seemed."""
+
+PEAK_SECONDS = 60.0
+"""Guarantees are parts of what was there at most in the last one or two periods of this length."""
 
 MOST_COUNTED = 64
 """Keys of which each is looked at, to find how many of them there is room for."""
@@ -70,6 +73,9 @@ class Tenants(EvictionPolicy):
 
     name = "tenants"
     shared = True
+    # The most chunks that there were in this period, and in the one before.
+    _peak = _peak_before = 0
+    _peak_until = -math.inf
 
     def __init__(
         self,
@@ -228,22 +234,47 @@ class Tenants(EvictionPolicy):
         self, count: int, protected: Protected, incoming: Sequence[bytes]
     ) -> list[tuple[_Partition, list[bytes]]]:
         """Evict up to `count` keys; returns those of each partition."""
+        # One for all: what is taken must not make guarantees smaller.
+        total = self._total() if incoming else self._made_smaller()
         of: dict[_Partition, list[bytes]] = {}
         for key in incoming:
             of.setdefault(self._partition(key), []).append(key)
         if len(of) < 2:
             asker = next(iter(of), None)
-            return self._take_for(asker, count, protected, incoming)
+            return self._take_for(asker, count, protected, incoming, total)
         victims: list[tuple[_Partition, list[bytes]]] = []
         short = count
         for asker, its in of.items():
-            found = self._take_for(asker, min(short, len(its)), protected, its)
+            found = self._take_for(asker, min(short, len(its)), protected, its, total)
             victims += found
             short -= sum(len(keys) for _, keys in found)
         return victims
 
+    def _total(self) -> int:
+        """Return how many chunks there were at most of late, of which guarantees are parts.
+
+        Chunks that are being stored are not among those that are there now.
+        """
+        now, size = self.clock(), len(self)
+        if now >= self._peak_until:
+            fresh = now < self._peak_until + PEAK_SECONDS
+            self._peak_before = self._peak if fresh else 0
+            self._peak, self._peak_until = size, now + PEAK_SECONDS
+        self._peak = max(self._peak, size)
+        return min(self.capacity, max(self._peak, self._peak_before))
+
+    def _made_smaller(self) -> int:
+        """Return how many chunks there are, of which guarantees are parts from now on."""
+        self._peak = self._peak_before = size = len(self)
+        return size
+
     def _take_for(
-        self, asker: _Partition | None, count: int, protected: Protected, incoming: Sequence[bytes]
+        self,
+        asker: _Partition | None,
+        count: int,
+        protected: Protected,
+        incoming: Sequence[bytes],
+        total: int,
     ) -> list[tuple[_Partition, list[bytes]]]:
         ask = UntilLater(protected)
         victims: list[tuple[_Partition, list[bytes]]] = []
@@ -254,7 +285,7 @@ class Tenants(EvictionPolicy):
                 break
             # The last plan names all that may give anything.
             wide = attempt == MOST_PLANS - 1
-            plan = self._plan(short, asker, coming, exhausted, wide=wide)
+            plan = self._plan(short, asker, coming, exhausted, wide=wide, total=total)
             if not plan:
                 break
             for partition, most in plan:
@@ -269,14 +300,14 @@ class Tenants(EvictionPolicy):
                     exhausted.add(partition)
         if short == coming and asker is not None and not (ask.later or len(asker.policy)):
             # One chunk may be more than its part, where there are few; nobody gets none at all.
-            victims += self._take_one(asker, ask)
+            victims += self._take_one(asker, ask, total)
         return victims
 
     def _take_one(
-        self, asker: _Partition, protected: Protected
+        self, asker: _Partition, protected: Protected, total: int
     ) -> list[tuple[_Partition, list[bytes]]]:
         """Evict one chunk of the other that has most beyond its guarantee, by weight."""
-        self._share_out(len(self), asker, 1)
+        self._share_out(total, asker, 1)
         spare = {
             each: (len(each.policy) - each.guaranteed) / each.weight
             for each in self.partitions
@@ -296,7 +327,7 @@ class Tenants(EvictionPolicy):
         exhausted: Collection[_Partition],
         *,
         wide: bool = False,
-        total: int | None = None,
+        total: int,
     ) -> list[tuple[_Partition, int]]:
         """Say how many of `short` chunks each partition gives; together they may be fewer.
 
@@ -304,7 +335,7 @@ class Tenants(EvictionPolicy):
             coming: how many chunks the asker gets if it gets all.
             exhausted: those that have no more to give.
             wide: say instead how many each may give at most, in that order.
-            total: of what guarantees are parts; by default of what is resident.
+            total: of what guarantees are parts.
         """
         plan: dict[_Partition, int] = {}
         left = sys.maxsize if wide else short
@@ -317,7 +348,6 @@ class Tenants(EvictionPolicy):
                 plan[partition] = plan.get(partition, 0) + wanted
                 left -= wanted
 
-        total = len(self) if total is None else total
         able = [each for each in self.partitions if each not in exhausted]
         sizes = self._share_out(total, asker, coming)
         spare = {each: sizes[each] - each.guaranteed for each in self.partitions}
@@ -326,13 +356,14 @@ class Tenants(EvictionPolicy):
         since = self.clock() - self.idle_s
         idle = [each for each in able if each.used_at < since and each is not asker]
         for each in sorted(idle, key=lambda each: each.used_at):
-            give(each, spare[each])
+            give(each, spare[each] - plan.get(each, 0))
         if left:
             floor = 0.0
             if asker is not None and (wide or asker in exhausted):
                 floor = max(0.0, spare[asker] / asker.weight)
             rest = {each: spare[each] - plan.get(each, 0) for each in able}
-            for each, amount in _level(rest, total if wide else left, floor):
+            weights = {each: each.weight for each in rest}
+            for each, amount in level(rest, weights, total if wide else left, floor):
                 give(each, amount)
         if left and asker is not None and asker not in exhausted:
             # A guarantee protects from others alone.
@@ -406,35 +437,3 @@ class TenantMigration(Tenants):
             if not each.left:
                 partition.policy = each.new
         return moved
-
-
-def _level(
-    spare: Mapping[_Partition, int], short: int, floor: float
-) -> Iterator[tuple[_Partition, int]]:
-    """Yield how much each gives so that what remains to them, by weight, is level.
-
-    Args:
-        spare: what each has beyond its guarantee.
-        floor: nobody gives below this, by weight.
-    """
-    richest = sorted(
-        (each for each in spare if spare[each] > floor * each.weight),
-        key=lambda each: spare[each] / each.weight,
-        reverse=True,
-    )
-    level, total, weight = floor, 0, 0.0
-    for number, each in enumerate(richest, 1):
-        total += spare[each]
-        weight += each.weight
-        level = max(floor, (total - short) / weight)
-        if number < len(richest):
-            follower = richest[number]
-            if level >= spare[follower] / follower.weight:
-                break
-    amounts = {each: spare[each] - level * each.weight for each in richest}
-    # Chunks are not divided: those with the largest remainders give one more.
-    whole = {each: int(amount) for each, amount in amounts.items() if amount > 0}
-    more = min(short, math.ceil(sum(map(amounts.__getitem__, whole)))) - sum(whole.values())
-    for each in sorted(whole, key=lambda each: whole[each] - amounts[each])[: max(0, more)]:
-        whole[each] += 1
-    yield from whole.items()

@@ -147,6 +147,37 @@ def test_a_guarantee_holds_however_long_it_is_not_used() -> None:
     assert cache.has("b") == 30
 
 
+@pytest.mark.parametrize("idle", [False, True])
+@pytest.mark.parametrize(("share", "least"), [(0.2, 20), (0.5, 50), (0.9, 90)])
+def test_a_guarantee_holds_while_much_is_taken_and_on_its_way(
+    share: float, least: int, idle: bool
+) -> None:
+    """What is being stored is not there yet; a guarantee is a part of what there was."""
+    for each in (100, 7, 1):
+        cache = Cache(100, named(b=Share(guaranteed=share, weight=0.01), a=Share()))
+        cache.put("b", 100)
+        cache.now += 1000.0 * idle
+        taken = 0
+        for _ in range(100 // each):
+            keys = cache.keys("a", each)
+            taken += len(cache.policy.evict_up_to(each, nobody, keys))
+            cache.now += 0.1
+        assert cache.has("b") == 100 - taken >= least
+        # Once they are smaller for long, because the tier is, so are guarantees.
+        cache.now += 200.0
+        cache.put("a", 1)
+        assert cache.has("b") <= 100 - taken
+
+
+def test_what_is_beyond_a_maximum_is_not_counted_as_spare_once_more() -> None:
+    cache = Cache(100, named(b=Share(guaranteed=0.5, maximal=0.6), a=Share()))
+    cache.put("b", 90)
+    cache.put("a", 10)
+    cache.now += 1000.0
+    cache.put("a", 70)
+    assert cache.has("b") == 50
+
+
 def test_what_is_not_used_and_not_guaranteed_leaves_before_what_is_used() -> None:
     cache = Cache(100, named(a=Share(), b=Share(), c=Share()))
     cache.put("c", 20)
