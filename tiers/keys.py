@@ -187,8 +187,10 @@ class KeyRing:
         tag_of = self._tag_of
         by_tag = {tag_of(name): secrets for name, secrets in named.items()} if tag_of else {}
         # A hook is asked again and again.
-        self.changes += (by_tag, parsed[ALL]) != (self._by_tag, self._others)
+        changed = (by_tag, parsed[ALL]) != (self._by_tag, self._others)
         self._by_tag, self._others = by_tag, parsed[ALL]
+        # Last: who sees that they have changed has to see how.
+        self.changes += changed
 
 
 def id_of(material: bytes) -> bytes:

@@ -317,6 +317,11 @@ async def test_chunks_whose_key_is_forgotten_while_serving_are_told(
     keys.look()
     lost = dict((await news_of(bench.tier)).lost)
     assert set(lost) == {*ALICE[1:], *BOB}
+    told = caplog.text.count("are encrypted with keys that are not known")
+    change(keys_file, carol=[secret()])
+    keys.look()
+    assert set(dict((await news_of(bench.tier)).lost)) == set(lost)
+    assert told == caplog.text.count("are encrypted with keys that are not known") == 2
     # A lane that is opened has no use for them.
     await bench.close([])
     assert not await open_bench(keys=ring(keys_file)).tier.refresh()

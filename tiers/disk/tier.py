@@ -27,7 +27,7 @@ from kvstore.tiers.disk.lane import newest_told
 from kvstore.tiers.disk.namespace import Namespace
 from kvstore.tiers.disk.relocation import Place, Relocated, relocate
 from kvstore.tiers.disk.trust import Trust
-from kvstore.tiers.disk.volume import Job, Use, Volume
+from kvstore.tiers.disk.volume import Job, Use, Volume, warn_of_unreadable
 from kvstore.tiers.keys import KeyRing
 from kvstore.tiers.pinned import PinnedRegion, round_to_page
 from kvstore.tiers.sealing import Sealer
@@ -113,6 +113,8 @@ class DiskTier(Tier):
         # How often the keys had changed, and the segments that were not checked since.
         self._keys_seen = 0 if keys is None else keys.changes
         self._unchecked: deque[tuple[int, int]] = deque()
+        # Chunks whose keys are not known that were found in this look, and in the one before.
+        self._unreadable = self._unreadable_before = 0
         self._moving = 0
         self._still = asyncio.Event()
         self.volumes: list[Volume] = []
@@ -393,7 +395,7 @@ class DiskTier(Tier):
         """Tell of chunks that are sealed with keys that are not known any more."""
         sealer, unchecked, epoch = self.sealer, self._unchecked, self.epoch
         if sealer is not None and sealer.keys.changes != self._keys_seen:
-            self._keys_seen = sealer.keys.changes
+            self._keys_seen, self._unreadable = sealer.keys.changes, 0
             unchecked.clear()
             for index, volume in enumerate(self.volumes):
                 unchecked.extend((index, number) for number in volume.segments)
@@ -405,6 +407,12 @@ class DiskTier(Tier):
             check = partial(volume.list_unreadable, number, sealer.key_ids())
             (found,) = await volume.threads.run([check], load=False)
             unchecked.pop()
+            self._unreadable += len(found)
+            if not unchecked:
+                # Their records stay, and would be told with every change of keys.
+                more = self._unreadable > self._unreadable_before
+                warn_of_unreadable(self.name, more * self._unreadable)
+                self._unreadable, self._unreadable_before = 0, self._unreadable
             if found and self.epoch == epoch:
                 first = self._segment(index, number) * self.geometry.slots
                 return Changes(lost=[(key, first + slot) for key, slot in found])

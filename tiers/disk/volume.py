@@ -50,7 +50,7 @@ from kvstore.tiers.keys import KeyRing
 from kvstore.tiers.pinned import PinnedRegion
 from kvstore.types import about
 
-__all__ = ["Job", "Use", "Volume"]
+__all__ = ["Job", "Use", "Volume", "warn_of_unreadable"]
 
 logger = logging.getLogger("kvstore.disk")
 
@@ -201,7 +201,7 @@ class Volume:
                 folder,
                 extra=about("disk.damaged_records", path=folder, records=recovered.damaged),
             )
-        _warn_of_unreadable(folder, recovered.unreadable)
+        warn_of_unreadable(folder, recovered.unreadable)
         if capacity is not None:
             _warn_of_size(folder, capacity)
         if capacity is None:
@@ -423,13 +423,11 @@ class Volume:
                 return []
             live = segment.index.live().of_epoch(self.epoch)
         kept = set(live.sealed_with(key_ids).slots)
-        found = [
+        return [
             (key, slot)
             for key, slot in zip(live.keys(), live.slots, strict=True)
             if slot not in kept
         ]
-        _warn_of_unreadable(self.lane.folder, len(found))
-        return found
 
     def remove(self, number: int) -> str | None:
         """Remove a segment's file; why that cannot be, or None. May block."""
@@ -561,7 +559,8 @@ class Volume:
         self._read_ms[number] = np.zeros(self.geometry.slots, np.uint64)
 
 
-def _warn_of_unreadable(folder: Path, chunks: int) -> None:
+def warn_of_unreadable(folder: object, chunks: int) -> None:
+    """Say that chunks are encrypted with keys that are not known, if there are any."""
     if chunks:
         logger.warning(
             "disk tier: %d chunks in %s are encrypted with keys that are not known: not found",

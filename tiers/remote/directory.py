@@ -81,16 +81,21 @@ class DirectoryClient:
     ) -> list[str | None]:
         # Copy: the caller may be cancelled before the threads are done.
         values = [b"".join(value) for value in zip(records, payloads, strict=True)]
+        given_up = threading.Event()
 
         def one(folder: int, at: str, place: int) -> str | None:
             try:
                 if replace or not self._has(folder, at):
-                    _write(folder, at, values[place])
+                    _write(folder, at, values[place], given_up)
             except OSError as error:
                 return _reason(error)
             return None
 
-        return await self._each(names, "its folder was removed meanwhile", one, make=True)
+        try:
+            return await self._each(names, "its folder was removed meanwhile", one, make=True)
+        finally:
+            # What was reported as failed may not appear later, perhaps after a removal.
+            given_up.set()
 
     async def get(
         self, names: Sequence[str], payloads: Sequence[memoryview]
@@ -243,7 +248,7 @@ class DirectoryClient:
         return f"{self._mount.directory / name.rpartition('/')[0] / at}: {fault}"
 
 
-def _write(folder: int, at: str, value: bytes) -> None:
+def _write(folder: int, at: str, value: bytes, given_up: threading.Event) -> None:
     within = at.partition("/")[0]
     temporary = f"{within}/.{secrets.token_hex(8)}"
     flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
@@ -258,6 +263,8 @@ def _write(folder: int, at: str, value: bytes) -> None:
             left = memoryview(value)
             while left:
                 left = left[file.write(left) :]
+        if given_up.is_set():
+            raise OSError(errno.ECANCELED, os.strerror(errno.ECANCELED))
         os.rename(temporary, at, src_dir_fd=folder, dst_dir_fd=folder)
     except BaseException:
         with contextlib.suppress(OSError):
@@ -284,8 +291,11 @@ def _listed(below: str, within: str, folder: int) -> list[tuple[str, float]]:
                 there = os.stat(key, dir_fd=values, follow_symlinks=False)
                 if not stat.S_ISREG(there.st_mode):
                     continue
+                name = f"{below}/{key}"
                 if not key.startswith("."):
-                    found.append((f"{below}/{key}", there.st_mtime))
+                    # A file in another folder than that of its name is not ours.
+                    if _path(name) == f"{within}/{key}":
+                        found.append((name, there.st_mtime))
                 elif there.st_mtime < time.time() - OLD_SECONDS:
                     os.unlink(key, dir_fd=values)
     finally:

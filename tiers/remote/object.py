@@ -201,7 +201,7 @@ class _Client:
             except (StoreError, FileNotFoundError) as error:
                 # Raises if the store does not answer at all; otherwise it refused this value.
                 await self._size(name)
-                return str(error)
+                return _summary(error)
             return None
 
         values = zip(names, records, payloads, strict=True)
@@ -212,9 +212,18 @@ class _Client:
     ) -> list[bytes | str | None]:
         async def one(name: str, payload: memoryview) -> bytes | str | None:
             size = RECORD_BYTES + len(payload)
+            try:
+                return await ranges(name, payload, size)
+            except _RefusedError as error:
+                # This one cannot be read; the next write replaces it.
+                return str(error)
+
+        async def ranges(name: str, payload: memoryview, size: int) -> bytes | None:
             first = await self._range(name, 0, min(size, RANGE_BYTES))
-            if first is None or first[0] != size:
-                return None if first is None else b""
+            if first is None:
+                return None
+            if first[0] != size or len(first[1]) != min(size, RANGE_BYTES):
+                return b""
             record = bytes(first[1][:RECORD_BYTES])
             copy(first[1][RECORD_BYTES:], payload)
             rest = range(RANGE_BYTES, size, RANGE_BYTES)
@@ -222,7 +231,8 @@ class _Client:
                 [self._range(name, start, min(size, start + RANGE_BYTES)) for start in rest]
             )
             for start, part in zip(rest, parts, strict=True):
-                if part is None or part[0] != size:
+                wanted = min(size, start + RANGE_BYTES) - start
+                if part is None or part[0] != size or len(part[1]) != wanted:
                     return b""
                 copy(part[1], payload, start - RECORD_BYTES)
             return record
@@ -278,14 +288,15 @@ class _Client:
             size, part = await self._call(read)
         except FileNotFoundError:
             return None
-        except StoreError:
+        except StoreError as error:
             # A shorter value has no such range, for which each store has its own error.
             size_now = await self._size(name)
             if size_now is None:
                 return None
             if size_now <= start:
                 return size_now, memoryview(b"")
-            raise
+            # The store answers, and gives others.
+            raise _RefusedError(str(error)) from error
         return size, part
 
     async def _call(
@@ -317,8 +328,13 @@ class _Client:
             first: BaseException = failed
             while isinstance(first, BaseExceptionGroup):
                 first = first.exceptions[0]
-            raise StoreError(str(first)) from None
+            kind = _RefusedError if isinstance(first, _RefusedError) else StoreError
+            raise kind(str(first)) from None
         return [task.result() for task in tasks]
+
+
+class _RefusedError(StoreError):
+    """The store answers, and does not give this value."""
 
 
 def _summary(error: Exception) -> str:

@@ -14,6 +14,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import re
 import time
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
@@ -231,14 +232,21 @@ class Sweeper:
         async for found in client.listed(self._place, used if self._capacity is None else ()):
             unused = []
             for name, since in found:
+                if not (key := self._key_of(name)):
+                    continue
                 epoch = epoch_of(name)
                 if epoch not in used and (since < before or epoch in left):
                     unused.append(name)
-                elif self._capacity is not None and (key := _key_of(name)):
+                elif self._capacity is not None:
                     ages.add(self._partition(key), since)
             async for _ in self._removed_of(unused):
                 await asyncio.sleep(SWEEP_PAUSE if self._capacity is None else 0)
         return ages
+
+    def _key_of(self, name: str) -> bytes:
+        """Return the key in a name; b"" if that of a value has another form: it is not ours."""
+        found = re.fullmatch(r"[0-9a-f]+/([0-9a-f]+)", name.removeprefix(f"{self._place}/"))
+        return bytes.fromhex(found[1]) if found and len(found[1]) % 2 == 0 else b""
 
     async def _remove_oldest(self, client: ListingClient, ages: Ages, capacity: int) -> None:
         excess = ages.excess(capacity - capacity // PARTS, self._partitions)
@@ -249,7 +257,7 @@ class Sweeper:
             going = [
                 name
                 for name, since in found
-                if (key := _key_of(name)) and excess.takes(self._partition(key), since)
+                if (key := self._key_of(name)) and excess.takes(self._partition(key), since)
             ]
             async for count in self._removed_of(going):
                 self._removed += count
@@ -271,11 +279,3 @@ class Sweeper:
 
     def _partition(self, key: bytes) -> int:
         return 0 if self._partitions is None else self._partitions.of(key)
-
-
-def _key_of(name: str) -> bytes:
-    """Return the key in a name; b"" if it has none, and is not ours."""
-    try:
-        return bytes.fromhex(name.rpartition("/")[2])
-    except ValueError:
-        return b""

@@ -191,6 +191,32 @@ async def test_a_read_that_was_given_up_writes_to_no_row_after_it_has_ended(
     await bench.close()
 
 
+async def test_a_write_that_was_given_up_is_not_there_afterwards(
+    share: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It was told as failed, and its key may have been removed since."""
+    goes_on, has = threading.Event(), DirectoryClient._has
+
+    def late(self: DirectoryClient, *about: Any) -> bool:
+        goes_on.wait(PATIENCE)
+        return has(self, *about)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(DirectoryClient, "_has", late)
+        bench = opened(share)
+        assert isinstance(bench.tier, ObjectTier)
+        bench.tier._timeout = 0.05
+        assert (await bench.store(KEYS, [0] * 4)).ok == [False] * 4
+        goes_on.set()
+        await until_async(
+            lambda: not [t for t in threading.enumerate() if t.name == "kvstore-client"]
+        )
+        await bench.close()
+    assert not [path for path in share.rglob("*") if path.is_file() and path.parent.name != "share"
+                and len(path.name) > 12]  # fmt: skip
+    assert await found(share) == [False] * 4
+
+
 async def test_a_value_is_read_whole_by_calls_that_return_less(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

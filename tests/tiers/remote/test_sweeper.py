@@ -224,6 +224,42 @@ async def test_what_is_odd_in_a_directory_keeps_nothing_else_there(
     await bench.close()
 
 
+async def test_files_of_others_with_names_like_those_of_values_neither_count_nor_leave(
+    tmp_path: Path, opened: Any
+) -> None:
+    bench = opened()
+    await store(bench, keys_of(range(60)))
+    within = next(iter(files(tmp_path).values())).parent
+    for number in range(40):
+        for folder in (within.parent / "snap", within.parent / "snap" / "deep"):
+            folder.mkdir(exist_ok=True)
+            (folder / f"{number:04x}").write_text("")
+            os.utime(folder / f"{number:04x}", (0, 0))
+    await sweep(bench)
+    assert await there(bench, keys_of(range(60))) == [True] * 60
+    assert len([path for path in tmp_path.rglob("snap/**/*") if path.is_file()]) == 80
+    await bench.close()
+
+
+@pytest.mark.parametrize(
+    ("name", "key"),
+    [
+        ("place/0/00ff", b"\0\xff"),
+        ("place/12ab/00", b"\0"),
+        ("place/0/notes/cafe", b""),
+        ("place/old/00", b""),
+        ("place/0/0", b""),
+        ("place/0/readme", b""),
+        ("placex/0/00", b""),
+        ("place/0/00/", b""),
+    ],
+)
+def test_only_what_has_the_name_of_a_value_is_one(opened: Any, name: str, key: bytes) -> None:
+    sweeper = opened().tier._sweeper
+    place = sweeper._place
+    assert sweeper._key_of(name.replace("place", place, 1)) == key
+
+
 @pytest.mark.parametrize("number", [errno.EMFILE, errno.EIO])
 async def test_a_directory_that_cannot_be_read_does_not_count_as_empty(
     tmp_path: Path, opened: Any, number: int, caplog: pytest.LogCaptureFixture
