@@ -27,12 +27,13 @@ from tests.tiers.support import some_keys
 
 obstore = pytest.importorskip("obstore")
 
-from obstore.store import AzureStore, S3Store  # noqa: E402
+from obstore.exceptions import GenericError  # noqa: E402
+from obstore.store import AzureStore, MemoryStore, S3Store  # noqa: E402
 
-from kvstore.tiers.remote.client import StoreError  # noqa: E402
+from kvstore.tiers.remote.client import StoreError, Unread  # noqa: E402
 from kvstore.tiers.remote.directory import DirectoryClient  # noqa: E402
 from kvstore.tiers.remote.mount import MARK, Mount  # noqa: E402
-from kvstore.tiers.remote.object import CONNECTIONS, RANGE_BYTES, ObjectTier  # noqa: E402
+from kvstore.tiers.remote.object import CONNECTIONS, RANGE_BYTES, ObjectTier, _Client  # noqa: E402
 from kvstore.tiers.remote.record import RECORD_BYTES  # noqa: E402
 from kvstore.tiers.remote.sweeper import MOST_REMOVED  # noqa: E402
 
@@ -367,3 +368,37 @@ async def test_what_a_process_that_was_killed_had_for_itself_is_removed_after_a_
         await bench.tier.sweep()
         assert not epoch.exists()
     await bench.close()
+
+
+async def test_an_object_that_cannot_be_read_fails_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As one that is archived, or whose key the service has lost; the next write replaces it."""
+    client = _Client(MemoryStore())
+    names = [f"place/0/{number:04x}" for number in range(3)]
+    payloads = [bytes([number]) * 100 for number in range(3)]
+    records = [bytes([number]) * RECORD_BYTES for number in range(3)]
+    assert await client.put(names, records, [memoryview(one) for one in payloads]) == [None] * 3
+    real, away = obstore.get_async, False
+
+    async def get(store: Any, name: str, **more: Any) -> Any:
+        if name == names[1]:
+            raise GenericError("The operation is not valid for the object's storage class")
+        return await real(store, name, **more)
+
+    async def head(store: Any, name: str) -> Any:
+        if away:
+            raise GenericError("nobody answers")
+        return await real_head(store, name)
+
+    real_head = obstore.head_async
+    monkeypatch.setattr(obstore, "get_async", get)
+    monkeypatch.setattr(obstore, "head_async", head)
+    into = [bytearray(100) for _ in names]
+    found = await client.get(names, [memoryview(one) for one in into])
+    assert [found[0], found[2]] == [records[0], records[2]]
+    assert isinstance(found[1], str)
+    assert "storage class" in found[1]
+    assert not isinstance(found[1], Unread)
+    assert [bytes(into[at]) for at in (0, 2)] == [payloads[0], payloads[2]]
+    away = True
+    with pytest.raises(StoreError, match="nobody answers"):
+        await client.get(names, [memoryview(one) for one in into])
