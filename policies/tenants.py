@@ -235,7 +235,7 @@ class Tenants(EvictionPolicy):
     ) -> list[tuple[_Partition, list[bytes]]]:
         """Evict up to `count` keys; returns those of each partition."""
         # One for all: what is taken must not make guarantees smaller.
-        total = self._total() if incoming else self._made_smaller()
+        total = self._total() if incoming else len(self)
         of: dict[_Partition, list[bytes]] = {}
         for key in incoming:
             of.setdefault(self._partition(key), []).append(key)
@@ -262,11 +262,6 @@ class Tenants(EvictionPolicy):
             self._peak, self._peak_until = size, now + PEAK_SECONDS
         self._peak = max(self._peak, size)
         return min(self.capacity, max(self._peak, self._peak_before))
-
-    def _made_smaller(self) -> int:
-        """Return how many chunks there are, of which guarantees are parts from now on."""
-        self._peak = self._peak_before = size = len(self)
-        return size
 
     def _take_for(
         self,

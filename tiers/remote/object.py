@@ -29,7 +29,7 @@ from kvstore.types import TierPlace
 
 try:
     import obstore
-    from obstore.exceptions import BaseError
+    from obstore.exceptions import BaseError, PermissionDeniedError
     from obstore.store import from_url
 except ImportError:  # pragma: no cover
     obstore = None  # type: ignore[assignment]
@@ -295,8 +295,10 @@ class _Client:
                 return None
             if size_now <= start:
                 return size_now, memoryview(b"")
-            # The store answers, and gives others.
-            raise _RefusedError(str(error)) from error
+            if isinstance(error.__cause__, PermissionDeniedError):
+                # It is told how large the value is: others are given.
+                raise _RefusedError(str(error)) from error
+            raise
         return size, part
 
     async def _call(
@@ -334,7 +336,7 @@ class _Client:
 
 
 class _RefusedError(StoreError):
-    """The store answers, and does not give this value."""
+    """The store answers, and does not give this value, as one that is archived."""
 
 
 def _summary(error: Exception) -> str:

@@ -27,7 +27,7 @@ from tests.tiers.support import some_keys
 
 obstore = pytest.importorskip("obstore")
 
-from obstore.exceptions import GenericError  # noqa: E402
+from obstore.exceptions import GenericError, PermissionDeniedError  # noqa: E402
 from obstore.store import AzureStore, MemoryStore, S3Store  # noqa: E402
 
 from kvstore.tiers.remote.client import StoreError, Unread  # noqa: E402
@@ -378,10 +378,11 @@ async def test_an_object_that_cannot_be_read_fails_alone(monkeypatch: pytest.Mon
     records = [bytes([number]) * RECORD_BYTES for number in range(3)]
     assert await client.put(names, records, [memoryview(one) for one in payloads]) == [None] * 3
     real, away = obstore.get_async, False
+    fault: type[Exception] = PermissionDeniedError
 
     async def get(store: Any, name: str, **more: Any) -> Any:
         if name == names[1]:
-            raise GenericError("The operation is not valid for the object's storage class")
+            raise fault("The operation is not valid for the object's storage class")
         return await real(store, name, **more)
 
     async def head(store: Any, name: str) -> Any:
@@ -399,6 +400,10 @@ async def test_an_object_that_cannot_be_read_fails_alone(monkeypatch: pytest.Mon
     assert "storage class" in found[1]
     assert not isinstance(found[1], Unread)
     assert [bytes(into[at]) for at in (0, 2)] == [payloads[0], payloads[2]]
+    # What is not the value's own fault says nothing of it.
+    fault = GenericError
+    with pytest.raises(StoreError, match="storage class"):
+        await client.get(names, [memoryview(one) for one in into])
     away = True
     with pytest.raises(StoreError, match="nobody answers"):
         await client.get(names, [memoryview(one) for one in into])
