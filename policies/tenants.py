@@ -24,6 +24,7 @@ import sys
 import time
 from bisect import bisect_left
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from functools import cached_property
 from heapq import merge
 from itertools import groupby
 
@@ -118,10 +119,14 @@ class Tenants(EvictionPolicy):
         sizes = [len(each.policy) for each in self.partitions]
         return sum(sizes) - sum(self._limited(sizes))
 
+    @cached_property
+    def _maximal(self) -> list[int]:
+        """Chunks of each share at most; asked for in every step."""
+        return [max(1, int(share.maximal * self.capacity)) for share, _ in self.places.shares]
+
     def _limited(self, sizes: Sequence[int]) -> list[int]:
         """Return how many of its chunks each partition may have."""
-        most = [max(1, int(share.maximal * self.capacity)) for share, _ in self.places.shares]
-        return self.places.within(most, sizes)
+        return self.places.within(self._maximal, sizes)
 
     def _share_out(
         self, total: int, asker: _Partition | None = None, coming: int = 0
