@@ -17,7 +17,7 @@ import time
 import zlib
 from collections.abc import AsyncIterator, Callable, Collection, Iterable, Sequence
 from functools import partial
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from kvstore.errors import PathUnusableError
 from kvstore.tiers.remote.client import StoreError, Unread, in_waves
@@ -33,8 +33,12 @@ _T = TypeVar("_T")
 THREADS = 8
 """Files that one call reads or writes at once."""
 
-OLD_SECONDS = 3600.0
-"""Age from which a file with a temporary name, or an empty folder, is a leftover."""
+MOST_LEFT = 4 * THREADS
+"""Threads of calls that were given up, while so many of which are not done nothing is begun."""
+
+OLD_SECONDS = 86400.0
+"""Age from which a file with a temporary name, or an empty folder, is a leftover. Longer than the
+clocks of hosts differ."""
 
 NOT_OURS = {errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.EACCES, errno.EPERM}
 """Errors of what is no folder of values, and is left alone."""
@@ -62,6 +66,8 @@ class DirectoryClient:
         self._mount = mount
         self._ages = ages
         self._looking: asyncio.Future[None] | None = None
+        # Of calls that have ended without them: a hanging file system keeps them, and their copies.
+        self._left: set[asyncio.Future[Any]] = set()
 
     async def exists(self, names: Sequence[str]) -> list[bool]:
         """Ask in waves, until one has no value."""
@@ -125,11 +131,17 @@ class DirectoryClient:
                 lent.clear()
 
     async def remove(self, names: Sequence[str]) -> None:
-        def one(folder: int, at: str, _: int) -> None:
-            with contextlib.suppress(FileNotFoundError):
+        def one(folder: int, at: str, _: int) -> str | None:
+            try:
                 os.unlink(at, dir_fd=folder)
+            except FileNotFoundError:
+                pass
+            except OSError as error:
+                return f"{at}: {_reason(error)}"
+            return None
 
-        await self._each(names, None, one)
+        for fault in filter(None, await self._each(names, None, one)):
+            raise StoreError(fault)
 
     async def listed(
         self, place: str, but: Collection[str]
@@ -172,7 +184,25 @@ class DirectoryClient:
             finally:
                 os.close(folder)
 
-        return await in_thread(call)
+        (found,) = await self._in_threads([call])
+        return found
+
+    async def _in_threads(self, calls: Sequence[Callable[[], _T]]) -> list[_T]:
+        """Run calls in a thread each.
+
+        Raises:
+            StoreError: if one of them does, or too many of earlier ones have not ended.
+        """
+        if len(self._left) >= MOST_LEFT:
+            raise StoreError(f"{len(self._left)} threads wait for {self._mount.directory}")
+        running = [in_thread(call) for call in calls]
+        try:
+            # Shielded, so that those that go on are known.
+            return await asyncio.gather(*map(asyncio.shield, running))
+        finally:
+            self._left.update(each for each in running if not each.done())
+            for each in running:
+                each.add_done_callback(self._left.discard)
 
     async def _each(
         self,
@@ -210,7 +240,7 @@ class DirectoryClient:
                 raise StoreError(_reason(error)) from error
 
         results = [missing for _ in names]
-        parts = await asyncio.gather(*(in_thread(partial(some, first)) for first in range(count)))
+        parts = await self._in_threads([partial(some, first) for first in range(count)])
         for first, part in enumerate(parts):
             results[first::count] = part
         return results

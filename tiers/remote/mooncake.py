@@ -57,7 +57,7 @@ QUESTION_SECONDS = 1.0
 
 CODES = {-200: "the pool is full", -704: "there is no such value", -800: "the transfer failed"}
 
-NO_ROOM, WRONG_SIZE, NO_VALUE = -200, -600, -704
+NO_ROOM, WRONG_SIZE, NOT_READY, NO_VALUE = -200, -600, -703, -704
 
 
 @dataclass(frozen=True, slots=True)
@@ -259,9 +259,10 @@ class _Client:
             # An engine of its own, so that the contributed values outlast a session.
             contributor = self._connected(contributed)
             with self._made:
-                if not self._closed:
+                closed = self._closed
+                if not closed:
                     self._contributor = contributor
-            if self._closed:
+            if closed:
                 contributor.close()
                 raise StoreError("the client is closed")
         engine = self._connected(0)
@@ -321,7 +322,8 @@ async def _moved(
 
 def _without_record(code: int) -> bytes | str | None:
     """Return what `StoreClient.get` returns for a value that was not read."""
-    if code == NO_VALUE:
+    if code in (NOT_READY, NO_VALUE):
+        # Another process may be storing it.
         return None
     if code >= 0 or code == WRONG_SIZE:
         return b""
@@ -330,7 +332,7 @@ def _without_record(code: int) -> bytes | str | None:
 
 def _is_over(code: int) -> bool:
     """Whether this code means that the transfer is complete or never began."""
-    return code >= 0 or code in (NO_ROOM, WRONG_SIZE, NO_VALUE) or code <= UNREACHED
+    return code >= 0 or code in (NO_ROOM, WRONG_SIZE, NOT_READY, NO_VALUE) or code <= UNREACHED
 
 
 def _check(codes: Sequence[int]) -> None:

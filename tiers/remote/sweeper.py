@@ -43,6 +43,9 @@ SWEEP_SECONDS = 3600.0
 FIRST_SECONDS = 30.0
 """The same before the first one, of a store of a capacity: few processes live for an hour."""
 
+MOST_REFUSED = 8
+"""Calls that remove values and fail one after the other, with which a sweep ends."""
+
 SWEEP_PAUSE = 0.5
 """Seconds between calls that remove values of unused epochs."""
 
@@ -154,6 +157,9 @@ class Sweeper:
         self._due = asyncio.Event()
         self._sweeping = asyncio.Lock()
         self._told_fault: str | None = None
+        # Why the first call of this sweep that failed did, and how many since one that did not.
+        self._refused: StoreError | None = None
+        self._refusals = 0
 
     def stored(self, count: int) -> None:
         """Note that this process has stored so many values."""
@@ -196,15 +202,19 @@ class Sweeper:
         async with self._sweeping:
             self._due.clear()
             self._stored = 0
+            self._refused, self._refusals = None, 0
             client, left = self._reached(), set(self.left)
             if not isinstance(client, ListingClient):
                 return
             try:
                 ages = await self._remove_unused(client, left)
-                self.left -= left
+                if self._refused is None:
+                    self.left -= left
                 complaint = client.complaint
                 if self._capacity is not None:
                     await self._remove_oldest(client, ages, self._capacity)
+                if self._refused is not None:
+                    raise self._refused
             except StoreError as error:
                 # What cannot be removed now is found by the next sweep.
                 self._tell(f"the store cannot be swept ({error}): it may grow beyond its capacity")
@@ -271,11 +281,22 @@ class Sweeper:
             )
 
     async def _removed_of(self, names: Sequence[str]) -> AsyncIterator[int]:
-        """Remove values of one page of a listing; yield how many after each call."""
+        """Remove values of one page of a listing; yield how many after each call.
+
+        A value that cannot be removed keeps no other one from going, unless there are many.
+        """
         for start in range(0, len(names), MOST_REMOVED):
             some = names[start : start + MOST_REMOVED]
-            await self._remove(some)
-            yield len(some)
+            try:
+                await self._remove(some)
+            except StoreError as error:
+                self._refused = self._refused or error
+                self._refusals += 1
+                if self._refusals == MOST_REFUSED:
+                    raise
+            else:
+                self._refusals = 0
+                yield len(some)
 
     def _partition(self, key: bytes) -> int:
         return 0 if self._partitions is None else self._partitions.of(key)

@@ -15,7 +15,7 @@ import pytest
 
 from kvstore.testing.bench import TierBench, key_of
 from kvstore.tiers.remote.client import StoreError
-from kvstore.tiers.remote.directory import DirectoryClient
+from kvstore.tiers.remote.directory import MOST_LEFT, DirectoryClient
 from kvstore.tiers.remote.mount import MARK, Mount
 from kvstore.tiers.remote.object import ObjectTier
 from kvstore.tiers.remote.record import RECORD_BYTES
@@ -215,6 +215,41 @@ async def test_a_write_that_was_given_up_is_not_there_afterwards(
     assert not [path for path in share.rglob("*") if path.is_file() and path.parent.name != "share"
                 and len(path.name) > 12]  # fmt: skip
     assert await found(share) == [False] * 4
+
+
+async def test_a_directory_that_hangs_keeps_a_bounded_number_of_threads(
+    share: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As an NFS server that answers from caches and reads nothing any more."""
+
+    def threads() -> int:
+        return sum(each.name == "kvstore-client" for each in threading.enumerate())
+
+    goes_on, read = threading.Event(), DirectoryClient._read
+
+    def late(self: DirectoryClient, *about: Any) -> bytes | str:
+        goes_on.wait(PATIENCE)
+        return read(self, *about)
+
+    await stored(share)
+    bench = opened(share)
+    assert isinstance(bench.tier, ObjectTier)
+    bench.tier._timeout = 0.05
+    errors: set[str] = set()
+    with monkeypatch.context() as patched:
+        patched.setattr(DirectoryClient, "_read", late)
+        for _ in range(3 * MOST_LEFT // len(KEYS)):
+            done = await bench.tier.read(KEYS, [0] * 4, range(4))
+            assert (done.ok, list(done.unread)) == ([False] * 4, [0, 1, 2, 3])
+            errors.add(done.error or "")
+        assert threads() == MOST_LEFT
+        assert any(f"{MOST_LEFT} threads wait for {share}" in each for each in errors)
+        assert "threads wait" in ((await bench.tier.holds(KEYS)).error or "")
+        goes_on.set()
+        await until_async(lambda: not threads())
+    bench.tier._timeout = PATIENCE
+    assert await bench.fetch(KEYS, [0] * 4) == [True] * 4
+    await bench.close()
 
 
 async def test_a_value_is_read_whole_by_calls_that_return_less(

@@ -131,6 +131,7 @@ async def test_what_this_host_gives_to_the_pool_stays_when_a_transfer_is_given_u
     ("code", "given_up_s"),
     [
         pytest.param(-704, 0.0, id="there is no such value"),
+        pytest.param(-703, 0.0, id="another process is storing it"),
         pytest.param(-900, 0.0, id="the master was not reached"),
         # As where the host of a value is dead: to end an engine stops all threads for a second.
         pytest.param(-800, 30.0, id="it failed at once"),
@@ -165,6 +166,20 @@ async def test_a_transfer_that_takes_longer_than_a_question_may_is_waited_for(
     moves = [bench.tier.read([key_of(number)], [0], [number]) for number in range(4)]
     for done in await asyncio.gather(*moves):
         assert (done.error, list(done.unread)) == (GONE, [])
+    await bench.close()
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("code", [-703, -704])
+async def test_a_value_that_is_not_there_yet_is_no_bad_one(
+    engines: list[Engine], monkeypatch: pytest.MonkeyPatch, code: int
+) -> None:
+    """A bad one counts as missing for minutes, and is removed before it is stored again."""
+    monkeypatch.setattr(Engine, "batch_get_into_multi_buffers", lambda *_: [code])
+    bench = TierBench(MooncakeTier(TierPlace("not ready", {}, 8192)), 4, 8192, 8192)
+    done = await bench.tier.read([key_of(1)], [0], [0])
+    assert (done.ok, done.error) == ([False], GONE)
+    assert (await bench.tier.holds([key_of(1)])).ok == [True]
     await bench.close()
 
 

@@ -327,6 +327,41 @@ async def test_a_sweep_that_fails_is_told_once_and_the_next_one_counts(
     await bench.close()
 
 
+@pytest.mark.parametrize("kept", [1, LEFT])
+async def test_a_value_that_cannot_be_removed_keeps_no_other_one(
+    kept: int,
+    tmp_path: Path,
+    opened: Any,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    monkeypatch.setattr(sweeper, "MOST_REMOVED", 4)
+    bench, unlink = opened(), os.unlink
+    keys = keys_of(range(2 * LEFT))
+    await store(bench, keys)
+    age(tmp_path, keys, 1000)
+    immutable, tried = {key.hex() for key in keys[:kept]}, []
+
+    def refuses(path: Any, **more: Any) -> None:
+        tried.append(path)
+        if Path(path).name in immutable:
+            raise PermissionError(errno.EPERM, os.strerror(errno.EPERM))
+        unlink(path, **more)
+
+    monkeypatch.setattr(os, "unlink", refuses)
+    await sweep(bench)
+    gone = (await there(bench, keys)).count(False)
+    if kept == 1:
+        assert gone == LEFT - 1
+    else:
+        # A store that refuses everything is not asked for long.
+        assert gone == 0
+        assert sweeper.MOST_REFUSED <= len(tried) <= 4 * sweeper.MOST_REFUSED
+    assert "the store cannot be swept" in caplog.text
+    assert "Operation not permitted" in caplog.text
+    await bench.close()
+
+
 async def test_resets_one_after_the_other_are_swept_together(
     tmp_path: Path, opened: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
