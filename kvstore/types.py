@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import enum
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -163,20 +163,26 @@ class Changes:
     Attributes:
         appeared: (key, slot) that others have stored. gone: keys that they have removed.
         lost: (key, slot) of this process's own chunks that cannot be read any more.
+        forgotten: what the keys of chunks begin with that nobody may have any more, host memory
+            included: secrets of theirs were forgotten.
         taken: the core has applied or dropped these changes, so more may be sent.
+        on_taken: called then.
     """
 
     appeared: list[tuple[bytes, int]] = field(default_factory=list)
     gone: list[bytes] = field(default_factory=list)
     lost: list[tuple[bytes, int]] = field(default_factory=list)
+    forgotten: list[bytes] = field(default_factory=list)
     taken: bool = field(default=False, compare=False)
+    on_taken: Callable[[], object] = field(default=lambda: None, compare=False)
 
     def __len__(self) -> int:
-        return len(self.gone) + len(self.appeared) + len(self.lost)
+        return len(self.gone) + len(self.appeared) + len(self.lost) + len(self.forgotten)
 
     def end(self) -> None:
         """Mark the changes as applied or dropped."""
         self.taken = True
+        self.on_taken()
 
     def part(self, start: int, count: int) -> Changes:
         """Return `count` changes from number `start` on, in time proportional to `count`."""
@@ -185,7 +191,9 @@ class Changes:
         start, end = max(0, start - len(self.gone)), max(0, end - len(self.gone))
         appeared = self.appeared[start:end]
         start, end = max(0, start - len(self.appeared)), max(0, end - len(self.appeared))
-        return Changes(appeared, gone, self.lost[start:end])
+        lost = self.lost[start:end]
+        start, end = max(0, start - len(self.lost)), max(0, end - len(self.lost))
+        return Changes(appeared, gone, lost, self.forgotten[start:end])
 
 
 @dataclass(slots=True)

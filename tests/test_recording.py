@@ -45,6 +45,37 @@ def end(recorder: Recorder) -> None:
     asyncio.run(run())
 
 
+@pytest.mark.parametrize("away", ["moved", "in the way"])
+def test_a_recording_that_somebody_takes_away_is_begun_anew(
+    tmp_path: Path, away: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = tmp_path / "trace"
+    recorder = Recorder(path, 2**14, 4096)
+
+    async def run() -> None:
+        running = asyncio.create_task(recorder.run())
+        for number in range(100):
+            recorder.add([[b"%03d-%04d\0\0\0\0" % (number, depth) for depth in range(50)]])
+            if number == 50:
+                await recorder._write()
+                if away == "moved":
+                    path.rename(tmp_path / "kept")
+                else:
+                    (tmp_path / "trace.old").unlink(missing_ok=True)
+                    (tmp_path / "trace.old" / "folder").mkdir(parents=True)
+        recorder.stop()
+        await running
+
+    asyncio.run(run())
+    assert not list(tmp_path.glob(".*")), "nothing half-made is left"
+    if away == "moved":
+        assert "record_trace stopped" not in caplog.text
+        assert read_recording(path).requests
+        assert read_recording(tmp_path / "kept").requests
+    else:
+        assert "record_trace stopped" in caplog.text
+
+
 def test_what_was_recorded_comes_back_as_hashes(tmp_path: Path) -> None:
     path = tmp_path / "trace"
     record(path, [FULL, SLIDING], [FULL[:2]])

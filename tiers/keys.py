@@ -21,11 +21,11 @@ from collections.abc import Callable, Mapping, Sequence
 from hashlib import sha256
 from importlib import import_module
 from pathlib import Path
-from secrets import token_hex
+from secrets import token_bytes, token_hex
 from typing import Any, NamedTuple
 
 from kvstore.errors import NOT_PARSED, ConfigError
-from kvstore.types import about
+from kvstore.types import Changes, about
 
 __all__ = [
     "ALL",
@@ -96,6 +96,10 @@ class KeyRing:
         self._due = time.monotonic() + LOOK_SECONDS
         self._by_tag: Mapping[bytes, Sequence[Secret]] = {}
         self._others: Sequence[Secret] = ()
+        # Of tenants whose keys were forgotten while there may be chunks of theirs in host memory:
+        # nobody else has these, so what is sealed with them is gone, too.
+        self._nobodys: dict[bytes, Sequence[Secret]] = {}
+        self._untold: set[bytes] = set()
         # Before the keys are read: a change in between is seen by the next look.
         self._version = self._read.version()
         self._take(self._read())
@@ -115,9 +119,28 @@ class KeyRing:
         return None
 
     @property
-    def by_tenant(self) -> bool:
-        """Whether a tenant has keys of its own."""
-        return bool(self._by_tag)
+    def own_ids(self) -> set[bytes]:
+        """The ids of keys that are a tenant's own."""
+        return {secret.id for its in self._by_tag.values() for secret in its}
+
+    def poll(self) -> None:
+        """Look in a thread, if it is time. Called now and then, also where nothing is used."""
+        if time.monotonic() >= self._due:
+            self._look_later()
+
+    def forgotten(self) -> Changes:
+        """Return the tags of tenants whose keys were forgotten since the last call.
+
+        Once the core has removed their chunks, what they store is under the keys of all others.
+        """
+        told = sorted(self._untold)
+        self._untold.difference_update(told)
+
+        def settle() -> None:
+            for tag in told:
+                self._nobodys.pop(tag, None)
+
+        return Changes(forgotten=told, on_taken=settle)
 
     def ids(self, *, newest: bool = False) -> set[bytes]:
         """Return the ids of all keys, or of the newest of each tenant."""
@@ -172,9 +195,9 @@ class KeyRing:
             self._looking.release()
 
     def _of(self, key: bytes) -> Sequence[Secret]:
-        if time.monotonic() >= self._due:
-            self._look_later()
-        return self._by_tag.get(key[: self.tag_bytes], self._others)
+        self.poll()
+        tag = key[: self.tag_bytes]
+        return self._by_tag.get(tag) or self._nobodys.get(tag) or self._others
 
     def _take(self, found: Mapping[str, Any]) -> None:
         parsed = parse_keys(found, self.source)
@@ -188,6 +211,12 @@ class KeyRing:
         by_tag = {tag_of(name): secrets for name, secrets in named.items()} if tag_of else {}
         # A hook is asked again and again.
         changed = (by_tag, parsed[ALL]) != (self._by_tag, self._others)
+        # First: from one moment to the next they are sealed with another key.
+        forgotten = self._by_tag.keys() - by_tag.keys()
+        for tag in forgotten:
+            material = token_bytes(KEY_BYTES)
+            self._nobodys[tag] = [Secret(id_of(material), material)]
+        self._untold |= forgotten
         self._by_tag, self._others = by_tag, parsed[ALL]
         # Last: who sees that they have changed has to see how.
         self.changes += changed

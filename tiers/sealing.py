@@ -90,10 +90,6 @@ class Sealer:
         """The keys of the tenants."""
         return self._keys
 
-    def key_ids(self, *, newest: bool = False) -> set[bytes]:
-        """Return the ids of all keys that are known, or of those that seal now."""
-        return self._keys.ids(newest=newest)
-
     def open(self, key: bytes, epoch: int, seal: bytes, payload: memoryview) -> bool:
         """Decrypt `payload` in place; returns whether it is what was sealed as this chunk.
 

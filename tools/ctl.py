@@ -17,6 +17,9 @@ from kvstore.tools.output import counted, whole_number
 
 __all__ = ["add_ctl_arguments", "run_ctl"]
 
+FORMAT = 1
+"""The version of answers that is understood."""
+
 ANSWER_SECONDS = 90.0
 """Longest time without an answer."""
 
@@ -57,6 +60,9 @@ class Client:
             connection.request(method, path, text, headers)
             response = connection.getresponse()
             status, told = response.status, response.read()
+        except ValueError as error:
+            # What it says shows the token.
+            raise KVStoreError("the token must be one line of printable characters") from error
         except (OSError, http.client.HTTPException) as error:
             reason = getattr(error, "strerror", None) or str(error) or repr(error)
             raise KVStoreError(f"{self._where}: no answer: {reason}") from error
@@ -66,7 +72,7 @@ class Client:
             answer = json.loads(told)
         except NOT_PARSED as error:
             raise KVStoreError(f"{self._where}: is no control socket of kvstore") from error
-        if not isinstance(answer, dict) or "version" not in answer:
+        if not isinstance(answer, dict) or answer.get("version") != FORMAT:
             raise KVStoreError(f"{self._where}: is no control socket of kvstore")
         if status >= 400:
             raise KVStoreError(f"{self._where}: {answer.get('error', status)}")

@@ -21,6 +21,8 @@ def run_keys(options: argparse.Namespace) -> int:
         OSError: if it cannot be written.
     """
     keys = _read(options)
+    if options.add is not None and not (options.add and options.add.isprintable()):
+        raise KVStoreError(f"{options.add!r} is no name of a tenant: it must be printable")
     if options.add is not None:
         keys.setdefault(options.add, []).insert(0, _new())
         keys.setdefault(ALL, [_new()])
@@ -37,7 +39,7 @@ def run_keys(options: argparse.Namespace) -> int:
         write_keys(options.file, keys)
     ids = {tenant: [secret.id.hex() for secret in its] for tenant, its in keys.items()}
     if options.json:
-        print_json(ids)
+        print_json({"tenants": ids})
     else:
         rows = [[name, its[0], ", ".join(its[1:]) or "-"] for name, its in ids.items()]
         print_table(["tenant", "newest key", "older keys"], rows)

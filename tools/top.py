@@ -16,7 +16,7 @@ from functools import partial
 from http.client import HTTPException
 from pathlib import Path
 from typing import TYPE_CHECKING
-from urllib.parse import urlsplit
+
 
 from kvstore.errors import KVStoreError
 from kvstore.maintenance.survey import survey
@@ -200,7 +200,8 @@ def scrape(url: str) -> Snapshot:
             text = answer.read().decode()
     except (OSError, ValueError, HTTPException) as error:
         reason = error.reason if isinstance(error, urllib.error.URLError) else error
-        hint = "" if urlsplit(url).path.strip("/") else "; metrics are at /metrics as a rule"
+        path = url.partition("://")[2].partition("/")[2]
+        hint = "" if path.strip("/") else "; metrics are at /metrics as a rule"
         raise KVStoreError(f"{url}: {reason}{hint}") from error
     snapshot = Snapshot(time.monotonic())
     try:
@@ -210,7 +211,7 @@ def scrape(url: str) -> Snapshot:
         raise KVStoreError(f"{url}: not in Prometheus' text format: {told}") from error
     for sample in samples:
         prefix = next((each for each in PREFIXES if sample.name.startswith(each)), None)
-        if prefix is None or sample.name.endswith("_created"):
+        if prefix is None or sample.name.endswith("_created") or not math.isfinite(sample.value):
             continue
         name = sample.name.removeprefix(prefix).removesuffix("_total")
         tier = sample.labels.get("tier", WHOLE)

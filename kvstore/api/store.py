@@ -799,7 +799,8 @@ class Store:
 
     def _keep_up(self) -> None:
         """Make steps regularly while the core needs them."""
-        if self._upkeep is None and self._core.needs_steps:
+        # Calls go on while the store is closed, which makes its own steps.
+        if self._upkeep is None and self._closing is None and self._core.needs_steps:
             self._upkeep = self._home.loop.create_task(self._make_steps())
 
     async def _make_steps(self) -> None:

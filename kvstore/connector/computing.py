@@ -128,10 +128,9 @@ class Computing:
 
     def missed(self, request: str, key: bytes) -> None:
         """Note that the request computes this chunk and those after it."""
-        prompt = self._prompts.get(request)
-        if prompt is None:
-            prompt = self._prompts[request] = Prompt()
-        prompt.begin(None, key)
+        if request not in self._prompts:
+            self.opened(request, None)
+        self._prompts[request].begin(None, key)
 
     def decided(self, request: str, start: int) -> None:
         """Note that the request computes its prompt from token `start` on."""

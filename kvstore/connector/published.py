@@ -11,9 +11,9 @@ from __future__ import annotations
 
 import functools
 import importlib
-from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Mapping
-from dataclasses import dataclass, field
+from collections import Counter, deque
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 import numpy as np
@@ -39,6 +39,7 @@ from kvstore.connector.mediums import (
     LoadStoreSpec,
     TransferJob,
 )
+from kvstore.connector.queued import GroupSizes, QueuedKeys
 from kvstore.connector.reuse import FilterReusedOffloadingManager as OurFilter
 from kvstore.connector.scheduler import ConnectorScheduler
 from kvstore.connector.server import (
@@ -90,6 +91,9 @@ GPULoadStoreSpec = DeviceLoadStoreSpec
 CPULoadStoreSpec = HostLoadStoreSpec
 
 _M = TypeVar("_M", bound=type[OffloadingManager])
+
+MOST_STEPS = 64
+"""Steps under way, of which a server with nothing to report may report none."""
 
 CALLS = ("lookup", "touch", "prepare_load", "complete_load", "prepare_store", "complete_store")
 
@@ -156,6 +160,19 @@ class KVStoreManager(ours.KVStoreManager):
 
     def lookup(self, keys: Any, req_context: Any = None) -> Any:
         return super().lookup(_short(keys), *(() if req_context is None else (req_context,)))
+
+    def lookup_prefix(self, keys: Iterable[bytes], req_context: Any) -> int | None:
+        return super().lookup_prefix(_short(keys), req_context)
+
+    def is_coming(self, key: bytes) -> bool:
+        return super().is_coming(_short(key))
+
+    def most_tokens(self, groups: GroupSizes, keys: Sequence[bytes] = ()) -> int:
+        return super().most_tokens(groups, _short(keys))
+
+    def on_request_queued(self, req_context: Any, groups: Sequence[QueuedKeys]) -> None:
+        groups = [replace(group, keys=_short(group.keys)) for group in groups]
+        super().on_request_queued(req_context, groups)
 
     def touch(self, keys: Iterable[bytes], req_context: Any = None) -> None:
         super().touch(_short(keys), req_context)
@@ -241,7 +258,7 @@ class OffloadingConnectorMetadata:
     """The transfers of a step, by request.
 
     Attributes:
-        reqs_to_flush: requests whose stores must end before the step computes.
+        reqs_to_flush: requests whose earlier transfers must end before the step computes.
     """
 
     reqs_to_load: dict[str, TransferSpec]
@@ -286,6 +303,8 @@ class OffloadingConnectorScheduler(ConnectorScheduler):
         self._workers = spec.num_workers
         self._stored: set[str] = set()
         """Requests that have begun stores and were not reported as sent yet."""
+        self._flushed: deque[set[int]] = deque()
+        """For each step that was not reported, stores that workers end before it computes."""
 
     def build_connector_meta(  # type: ignore[override]
         self, scheduler_output: StepOutputLike
@@ -296,16 +315,25 @@ class OffloadingConnectorScheduler(ConnectorScheduler):
             for req_id, tracked in self._requests.items()
             if not meta.jobs_to_flush.isdisjoint(tracked.jobs)
         }
-        # Workers wait for these stores before they begin anything of this step.
-        self._all_ended(self._stores_of(flush) - meta.store_jobs.keys())
+        # Nobody reports these stores, which workers end before they compute: they have ended once
+        # the step is reported. Until then a tier would copy what is in host memory without them.
+        self._flushed.append(self._stores_of(flush) - meta.store_jobs.keys())
+        if len(self._flushed) > MOST_STEPS:
+            self._all_ended(self._flushed.popleft())
         stores = _by_request(meta.store_jobs)
         self._stored.update(stores)
         return OffloadingConnectorMetadata(_by_request(meta.load_jobs), stores, flush)
 
     def update_connector_output(self, connector_output: Any) -> EndedLoads:
-        """Process the requests in ``finished_sending`` and ``finished_recving``."""
+        """Process the requests in ``finished_sending`` and ``finished_recving`` of a step.
+
+        A step of which a server has nothing to report need not be reported. Others are, once they
+        are computed by all workers, in order.
+        """
         sent = set(connector_output.finished_sending or ())
         jobs = self._stores_of(sent)
+        if self._flushed:
+            jobs |= self._flushed.popleft()
         self._stored -= sent
         for req_id in connector_output.finished_recving or ():
             tracked = self._requests.get(req_id)
@@ -343,7 +371,8 @@ class OffloadingConnectorScheduler(ConnectorScheduler):
         return found
 
     def _all_ended(self, jobs: Iterable[int]) -> EndedLoads:
-        output = ConnectorOutput(Counter(dict.fromkeys(jobs, self._workers)))
+        under_way = [number for number in jobs if number in self._jobs]
+        output = ConnectorOutput(Counter(dict.fromkeys(under_way, self._workers)))
         return super().update_connector_output(output)
 
 
@@ -392,16 +421,19 @@ class OffloadingConnectorWorker:
         self._worker.register_kv_caches(kv_caches, attn_backends)
 
     def handle_preemptions(self, flush: OffloadingConnectorMetadata | Collection[str]) -> None:
-        """Wait for the stores of requests whose blocks are about to be written again.
+        """Wait for the transfers of requests whose blocks are about to be written again.
 
         Args:
             flush: a step's metadata, or the names of requests.
         """
         if isinstance(flush, OffloadingConnectorMetadata):
             flush = flush.reqs_to_flush or ()
-        known = [self._requests[req_id] for req_id in flush if req_id in self._requests]
-        if known:
-            self._worker.wait(set().union(*(request.stores for request in known)))
+        under_way = {number for number in self._loads if self._names[number] in flush}
+        for req_id in flush:
+            if (request := self._requests.get(req_id)) is not None:
+                under_way |= request.stores
+        if under_way:
+            self._worker.wait(under_way)
 
     def start_kv_transfers(self, metadata: OffloadingConnectorMetadata) -> None:
         """Begin the loads of this step and the stores of the last."""

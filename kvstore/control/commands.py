@@ -430,7 +430,7 @@ def _key(text: object) -> bytes:
     except ValueError:
         key = b""
     if not 0 < len(key) <= MAX_KEY_BYTES:
-        raise ConfigError(f"keys: {text!r} is not 1 to {MAX_KEY_BYTES} bytes in hexadecimal")
+        raise ConfigError(f"keys: {text!r:.80} is not 1 to {MAX_KEY_BYTES} bytes in hexadecimal")
     return key
 
 

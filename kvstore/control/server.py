@@ -36,8 +36,11 @@ __all__ = ["ControlServer", "loopback", "token_of"]
 
 logger = logging.getLogger("kvstore")
 
-MOST_BODY = 16 * 2**20
-"""Most bytes of a command."""
+MOST_BODY = 8 * 2**20
+"""Most bytes of a command: enough for as many keys as it may name."""
+
+MOST_NESTED = 1024
+"""Most lists and tables in a command. To read millions of them takes seconds."""
 
 MOST_CONNECTIONS = 128
 """Most connections; the oldest are closed beyond that. Each takes a descriptor of the server."""
@@ -113,7 +116,10 @@ class ControlServer:
         app.router.add_get("/v1/jobs/{number}", self._job)
         app.router.add_delete("/v1/jobs/{number}", self._cancel)
         app.router.add_post("/v1/{command}", self._command)
-        runner = web.AppRunner(app, access_log=None, shutdown_timeout=0.5)
+        # What is compressed would be unpacked before anybody asks whether it is allowed.
+        runner = web.AppRunner(
+            app, access_log=None, shutdown_timeout=0.5, auto_decompress=False, lingering_time=1.0
+        )
         await runner.setup()
         try:
             await web.SockSite(runner, self._socket).start()
@@ -270,7 +276,8 @@ def _is_served(path: Path) -> bool:
         except ConnectionRefusedError:
             path.unlink()
             return False
-        except TimeoutError:
+        except (TimeoutError, BlockingIOError):
+            # It does not accept, or has as many to accept as it may.
             return True
         return True
 
@@ -312,7 +319,11 @@ def token_of(path: Path) -> str:
 
 
 async def _body_of(request: web.Request) -> dict[str, Any]:
+    if request.headers.get("Content-Encoding", "identity") != "identity":
+        raise web.HTTPUnsupportedMediaType(reason="a command must not be compressed")
     text = await request.read()
+    if text.count(b"[") + text.count(b"{") > MOST_NESTED:
+        raise ConfigError("the body has more lists and objects than any command")
     try:
         body = json.loads(text) if text else {}
     except NOT_PARSED as error:

@@ -2,10 +2,13 @@
 
 A *step* is the time between two calls of `poll`. A key that answered "hit" stays loadable until
 its step ends. The parts of the core are created here; each is described in its own module.
+
+This module is long because a step is told in one place, with what it consists of.
 """
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
@@ -61,6 +64,10 @@ class CoreSteps:
     """
 
     lookup: Callable[[bytes, str], bool | None]
+
+    @abstractmethod
+    def remove(self, keys: Collection[bytes]) -> object:
+        """See `Core.remove`."""
 
     def __init__(
         self,
@@ -256,10 +263,20 @@ class CoreSteps:
             assert changes is not None
             part = changes.part(self._learned, budget.news)
             self._transfers.complete(replace(news[0], changes=part), self.now)
+            if part.forgotten:
+                self._forget(tuple(part.forgotten))
             budget.learn(len(part))
             self._learned += len(part)
             if self._learned >= len(changes):
                 self._drop_first()
+
+    def _forget(self, prefixes: tuple[bytes, ...]) -> None:
+        """Remove the chunks of host memory whose keys begin so, wherever they are copied to."""
+        keys = [key for key in self.chunks if key.startswith(prefixes)]
+        if keys:
+            self.remove(keys)
+            text = f"{len(keys)} chunks leave host memory: their keys for tiers were forgotten"
+            self._log(LogLine("host.forgotten", text))
 
     def _drop_first(self) -> None:
         """Drop the first of the news, which is taken in or not needed."""

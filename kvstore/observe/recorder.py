@@ -172,12 +172,19 @@ class Recorder:
     def _rotate(self) -> None:
         fresh = self.path.with_name(f".{self.path.name}.new")
         fd = os.open(fresh, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
-        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        os.replace(self.path, older_file(self.path))
-        os.replace(fresh, self.path)
         before, self._file = self._file, io.FileIO(fd, "r+")
         before.close()
-        self._begin()
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            self._begin()
+            # Somebody may have taken it away.
+            with contextlib.suppress(FileNotFoundError):
+                os.replace(self.path, older_file(self.path))
+            os.replace(fresh, self.path)
+        except OSError:
+            with contextlib.suppress(OSError):
+                fresh.unlink()
+            raise
 
     @staticmethod
     def _take(path: Path) -> tuple[Path, int]:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import hashlib
+import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,11 +14,24 @@ pytest.importorskip("torch")
 
 from kvstore.connector import published
 from kvstore.connector.backend import PinnedBackend
-from kvstore.connector.contract import OffloadingEvent, PrepareStoreOutput, knows_requests
+from kvstore.connector.contract import (
+    OffloadingEvent,
+    PrepareStoreOutput,
+    ReqContext,
+    knows_requests,
+)
 from kvstore.connector.mediums import HostLoadStoreSpec
+from kvstore.connector.queued import QueuedKeys
 from kvstore.connector.tracked_request import key_of
 from kvstore.errors import ConfigError
-from tests.connector.published_server import Recent, Request, Server, Slots, SlotStatus
+from tests.connector.published_server import (
+    Copier,
+    Recent,
+    Request,
+    Server,
+    Slots,
+    SlotStatus,
+)
 
 SLOTS = 12
 
@@ -93,6 +108,91 @@ def test_blocks_of_who_was_preempted_are_copied_before_they_are_written(
         server.step()
     assert not server.kept
     assert len(server.free) == 39
+
+
+@pytest.mark.parametrize("reports", ["every step", "what has ended"])
+def test_a_tier_gets_the_blocks_of_who_was_preempted_once_workers_have_copied_them(
+    reports: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    server = open_server("disk", 1, tmp_path)
+    build, update = server.scheduler.build_connector_meta, server.scheduler.update_connector_output
+
+    def slow(output: Any) -> Any:
+        """As where the way to the workers is long, or they still compute the step before."""
+        orders = build(output)
+        if orders.reqs_to_flush:
+            time.sleep(0.2)
+        return orders
+
+    def seldom(output: Any) -> Any:
+        ended = output.finished_sending or output.finished_recving
+        return update(output) if ended or reports == "every step" else None
+
+    monkeypatch.setattr(server.scheduler, "build_connector_meta", slow)
+    monkeypatch.setattr(server.scheduler, "update_connector_output", seldom)
+    first = Request("first", list(range(16)))
+    server.serve(first)
+    server.preempt(first)
+    second = Request("second", [7] * 16)
+    assert server.scheduler.get_num_new_matched_tokens(second, 0) == (0, False)
+    server.allocate(second)
+    server.step(second, preempted=["first"])
+    second.num_computed_tokens = 16
+    assert server.serve(first) == 16
+    for request in (first, second):
+        server.finish(request)
+    while server.kept:
+        server.step()
+    server.worker.shutdown()
+    server.scheduler.shutdown()
+    monkeypatch.undo()
+    server = open_server("disk", 1, tmp_path)
+    for name, tokens in [("first", list(range(16))), ("second", [7] * 16)]:
+        assert server.serve(Request(name, tokens)) == 16
+    server.worker.shutdown()
+    server.scheduler.shutdown()
+
+
+def test_blocks_of_who_was_aborted_while_loading_are_written_after_the_load(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    server = open_server("own", 1, tmp_path)
+    first = Request("first", list(range(16)))
+    server.serve(first)
+    server.finish(first)
+    while server.kept:
+        server.step()
+    again = Request("again", list(range(16)))
+    assert server.scheduler.get_num_new_matched_tokens(again, 0) == (16, True)
+    server.allocate(again)
+    server.scheduler.update_state_after_alloc(again, SimpleNamespace(blocks=[again.blocks]), 16)
+    with monkeypatch.context() as slow:
+        # A copy that has begun and does not end by itself.
+        slow.setattr(Copier, "get_finished", lambda self: [])
+        server.step()
+        server.finish(again)
+        assert not server.kept
+        server.free = [block.block_id for block in again.blocks] + server.free
+        second = Request("second", [7] * 16)
+        assert server.scheduler.get_num_new_matched_tokens(second, 0) == (0, False)
+        server.allocate(second)
+        server.step(second)
+    server.step()
+    server.check(second, len(second.blocks))
+
+
+def test_a_published_manager_takes_long_hashes_in_all_of_its_calls(tmp_path: Path) -> None:
+    manager: Any = open_server("disk", 1, tmp_path).scheduler.manager
+    hashes, context = [bytes([number]) * 64 for number in range(4)], ReqContext("r")
+    out = manager.prepare_store(hashes, context)
+    assert out.keys_to_store == hashes
+    manager.complete_store(hashes, context)
+    assert manager.lookup_prefix(hashes, context) == 4
+    assert all(manager.lookup(each, context) for each in hashes)
+    assert all(map(manager.is_coming, hashes))
+    assert manager.most_tokens(((4, None), (4, 1)), hashes)
+    manager.on_request_queued(ReqContext("q"), [QueuedKeys(hashes, 4)])
+    manager.shutdown()
 
 
 def test_a_reuse_filter_over_a_published_manager_is_asked_by_lists(tmp_path: Path) -> None:

@@ -86,6 +86,18 @@ def test_a_window_loads_only_what_the_next_token_needs() -> None:
     assert blocks_of(job) == ([[21, 22, 23, 24, 25, 26], [31, 32]], [0, 4])
 
 
+@pytest.mark.parametrize("computed", range(0, 24, TOKENS))
+def test_a_load_that_finds_no_room_for_more_ends_with_a_chunk(
+    computed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of a chunk with a window no more may have been stored than its last tokens."""
+    server = Server(open_scheduler(None, 4, blocks_per_chunk=2))
+    server.store(PROMPT * 2, range(1, 13), range(21, 33))
+    monkeypatch.setattr(server.scheduler.manager, "most_tokens", lambda *_: 16)
+    found = server.find(Request("r", [*PROMPT * 2, 0]), computed) or 0
+    assert found == 16 - computed % 8
+
+
 def test_a_load_into_too_few_blocks_is_refused_and_holds_nothing() -> None:
     server = Server(open_scheduler())
     server.store(PROMPT, range(1, 7))
@@ -294,6 +306,19 @@ def test_a_chunk_that_a_window_has_left_is_not_stored_once_its_blocks_are_others
     server.end(held.store_jobs)
     (job,) = server.step({request: 1}, more={request: [[5]]}).store_jobs.values()
     assert blocks_of(job) == ([[2]], [1])
+
+
+def test_a_chunk_with_a_window_is_stored_although_another_request_reads_its_blocks() -> None:
+    server = Server(open_scheduler(None, 64, blocks_per_chunk=2))
+    first, second = Request("first", PROMPT[:8]), Request("second", [*PROMPT[:4], *[9] * 4], 4)
+    server.find(first)
+    server.step({first: 4}, new={first: [[1], [11]]})
+    server.find(second, 4)
+    new, more = {second: [[1, 3], [11, 13]]}, {first: [[2], [12]]}
+    meta = server.step({first: 4, second: 4}, new=new, more=more, computed={second: 4})
+    its, others = map(blocks_of, meta.store_jobs.values())
+    assert its == ([[1, 2], [11, 12]], [0, 0])
+    assert others == ([[1, 3], [11, 13]], [0, 0])
 
 
 def test_after_a_reset_blocks_that_a_window_has_left_are_not_taken_for_its_own() -> None:

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import fcntl
 import os
 import socket
 import stat
+import time
+import zlib
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -20,6 +23,7 @@ from benchmarks.server_process import free_port
 from kvstore.api.store import Store, start
 from kvstore.control.commands import MOST_KEYS
 from kvstore.errors import ConfigError
+from tests.patience import PATIENCE
 from tests.store.support import keys_of, payloads, small
 
 TOKEN = "a token of enough characters"
@@ -157,6 +161,43 @@ async def test_connections_of_a_stranger_are_bounded(
             each.close()
 
 
+async def test_a_process_that_accepts_nothing_keeps_no_other_from_its_socket(
+    tmp_path: Path,
+) -> None:
+    with socket.socket(socket.AF_UNIX) as hung, contextlib.ExitStack() as waiting:
+        hung.bind(str(tmp_path / "ctl.sock"))
+        hung.listen(0)
+        with contextlib.suppress(BlockingIOError):
+            while True:
+                client = waiting.enter_context(socket.socket(socket.AF_UNIX))
+                client.setblocking(False)
+                client.connect(str(tmp_path / "ctl.sock"))
+        began = time.monotonic()
+        async with kvstore.open(small(tmp_path / "kv", control=str(tmp_path / "ctl.sock"))):
+            assert (tmp_path / "ctl-1.sock").exists()
+        assert time.monotonic() - began < PATIENCE
+
+
+@pytest.mark.parametrize("token", [TOKEN, None])
+async def test_what_is_compressed_is_never_unpacked(
+    tmp_path: Path, token: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A megabyte of it may be a gigabyte, and who sends it may have no business here."""
+    bomb = zlib.compress(bytes(2**28), 9, zlib.MAX_WBITS | 16)
+    monkeypatch.setattr(zlib, "decompressobj", None)
+    headers = {"Content-Encoding": "gzip"}
+    async with at_port(tmp_path, token) as session:
+        status, answer = await told(await session.post("/v1/reset", data=bomb, headers=headers))
+        assert status == 403
+        assert "token" in answer["error"]
+        if token is not None:
+            headers["Authorization"] = f"Bearer {token}"
+            for data in (bomb, b"damaged"):
+                sent = await session.post("/v1/reset", data=data, headers=headers)
+                status, answer = await told(sent)
+                assert (status, answer["error"]) == (415, "a command must not be compressed")
+
+
 async def test_a_port_in_use_is_refused(tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         where = f"127.0.0.1:{taken.getsockname()[1]}"
@@ -267,7 +308,7 @@ async def test_what_cannot_be_used_is_refused_by_name_and_nothing_is_done(
         assert (state["jobs"], state["changing"]) == ([], 0)
 
 
-@pytest.mark.parametrize("body", ["[]", "{", '"reset"', "\udcff", "[" * 100_000])
+@pytest.mark.parametrize("body", ["[]", "{", '"reset"', "\udcff", "[" * 100_000, "[[]," * 2000])
 async def test_a_body_that_is_no_object_is_refused(tmp_path: Path, body: str) -> None:
     async with at_path(tmp_path) as (_, session):
         data = body.encode("utf-8", "surrogateescape")

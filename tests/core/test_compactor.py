@@ -361,6 +361,30 @@ def test_a_tier_that_can_grow_evicts_nothing_for_copies() -> None:
     assert len(tier.entries) == 4 * SLOTS
 
 
+@pytest.mark.parametrize("live", [1, 3, 5])
+@pytest.mark.parametrize("more", [0, 1])
+def test_chunks_are_not_copied_to_segments_that_are_to_be_rewritten(live: int, more: int) -> None:
+    rig = sparse(rate=0.0, live=live, max_segments=4 + more)
+    moves = rewrite(rig, range(4))
+    assert rig.core.changing == 0
+    assert len(rig.owned().entries) == 4 * live
+    copies = sum(len(move.keys) for move in moves if move.op is Op.RELOCATE)
+    # Where no segment can be added before one is gone, those of the first one have to.
+    assert copies <= 4 * live + (0 if more else live)
+
+
+def test_a_segment_with_nothing_but_pins_that_find_no_room_is_left_as_it_is() -> None:
+    rig = sparse(rate=0.0, segments=1, live=SLOTS, max_segments=1, pinned_share=1.0)
+    tier = rig.owned()
+    pinned = list(tier.entries)[:2]
+    assert rig.core.pin(pinned, float("inf")) == 2
+    rewrite(rig, [0], steps=3000)
+    assert (rig.core.rewrites, rig.core.unrewritten, rig.core.changing) == (0, 1, 0)
+    # The others made room for them, and their slots are free.
+    assert list(tier.entries) == pinned
+    assert tier.slots.free == SLOTS - 2
+
+
 def test_a_copy_that_fails_is_made_later() -> None:
     rig = sparse(rate=0.0, live=5)
     tier = rig.owned()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import subprocess
 import sys
 import textwrap
@@ -15,6 +16,7 @@ import pytest
 
 import kvstore
 from kvstore.api.store import Store
+from kvstore.core.core import Core
 from kvstore.errors import KVStoreError
 from kvstore.policies.lru import LRU
 from kvstore.tiers import PinnedRegion
@@ -305,6 +307,27 @@ async def test_leaving_on_another_loop_does_not_close_the_store(open_store: Open
         await asyncio.to_thread(lambda: asyncio.run(store.close()))
     assert await store.put(KEYS, payloads(KEYS)) == 4
     await opened.__aexit__(None, None, None)
+
+
+async def test_calls_that_go_on_while_a_store_is_closed_leave_no_task(
+    open_store: Open, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As a job of the control socket, which asks again and again until it is told of the end."""
+    monkeypatch.setattr(Core, "needs_steps", True)
+    before = asyncio.all_tasks()
+    async with open_store(disk=32) as store:
+
+        async def poll() -> None:
+            with contextlib.suppress(KVStoreError):
+                while True:
+                    await store._act(lambda core, now: None)
+                    await asyncio.sleep(0)
+
+        polling = asyncio.create_task(poll())
+        await store.put(KEYS, payloads(KEYS))
+    await polling
+    assert store._upkeep is None
+    assert asyncio.all_tasks() == before
 
 
 async def test_a_description_is_kept_after_the_end(open_store: Open) -> None:

@@ -19,7 +19,7 @@ from kvstore.tiers.disk.extents import Extent, Writing
 from kvstore.tiers.disk.format import RECORD, RECORD_BYTES, checksummed
 from kvstore.tiers.disk.index import IndexFile, read_index
 from kvstore.tiers.keys import KeyRing, Secret, id_of, parse_keys, read_keys, write_keys
-from kvstore.tiers.sealing import Sealer
+from kvstore.tiers.sealing import TAG_BYTES, Sealer
 from kvstore.types import Changes
 from tests.tiers.conftest import OpenBench
 from tests.tiers.support import CHUNK, GEOMETRY, SLOT, SLOTS, disk_of, flip, segment_of
@@ -293,6 +293,8 @@ async def news_of(tier: Tier) -> Changes:
         found.appeared += more.appeared
         found.gone += more.gone
         found.lost += more.lost
+        found.forgotten += more.forgotten
+        more.end()
     return found
 
 
@@ -309,7 +311,8 @@ async def test_chunks_whose_key_is_forgotten_while_serving_are_told(
     assert not [record for record in caplog.records if record.levelno >= logging.WARNING]
     change(keys_file, alice=None)
     keys.look()
-    assert await news_of(bench.tier) == Changes(lost=list(zip(ALICE, range(SLOTS), strict=False)))
+    lost_to_alice = list(zip(ALICE, range(SLOTS), strict=False))
+    assert await news_of(bench.tier) == Changes(lost=lost_to_alice, forgotten=[tag_of("alice")])
     assert f"{len(ALICE)} chunks in" in caplog.text
     # What is stored anew is under a key that is known.
     assert all((await bench.store(ALICE[:1], [0])).ok)
@@ -327,6 +330,48 @@ async def test_chunks_whose_key_is_forgotten_while_serving_are_told(
     assert not await open_bench(keys=ring(keys_file)).tier.refresh()
 
 
+async def test_until_the_core_has_removed_what_is_forgotten_nobody_can_open_what_is_written(
+    stored: Path, open_bench: OpenBench, keys_file: Path
+) -> None:
+    """Chunks of hers may be in host memory, and on their way to the disk."""
+    keys = ring(keys_file)
+    bench = open_bench(keys=keys)
+    sealer = disk_of(bench).sealer
+    assert sealer is not None
+    before = keys.ids()
+    change(keys_file, alice=None)
+    keys.look()
+    changes = await bench.tier.refresh()
+    assert changes.forgotten == [tag_of("alice")]
+    for key, known in [(ALICE[0], False), (BOB[0], True)]:
+        seal = sealer.seal(key, 0, memoryview(bytes(CHUNK)), memoryview(bytearray(CHUNK)))
+        assert (seal[TAG_BYTES:][:4] in before) == known
+    changes.end()
+    for name in ("alice", "carol"):
+        key = tenant_keys(name, [b"key"])[0]
+        seal = sealer.seal(key, 0, memoryview(bytes(CHUNK)), memoryview(bytearray(CHUNK)))
+        assert seal[TAG_BYTES:][:4] in keys.ids()
+        assert sealer.has_key(key, seal)
+    # Told once, whoever asks.
+    assert not (await bench.tier.refresh()).forgotten
+    assert not ring(keys_file).forgotten()
+
+
+async def test_a_key_that_becomes_a_tenants_own_opens_nothing_of_others(
+    stored: Path, open_bench: OpenBench, keys_file: Path
+) -> None:
+    mine = parse_keys(read_keys(keys_file), "")["bob"]
+    change(keys_file, alice=None, bob=None, **{"*": mine})
+    keys = ring(keys_file)
+    bench = open_bench(keys=keys)
+    assert await served(bench) == BOB
+    change(keys_file, carol=mine, **{"*": [secret()]})
+    keys.look()
+    assert [key for key, _ in (await news_of(bench.tier)).lost] == KEYS
+    await bench.close([])
+    assert open_bench(keys=ring(keys_file)).opening.entries == []
+
+
 async def test_an_index_that_cannot_be_read_is_asked_again_for_lost_chunks(
     stored: Path, open_bench: OpenBench, keys_file: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -334,6 +379,7 @@ async def test_an_index_that_cannot_be_read_is_asked_again_for_lost_chunks(
     bench = open_bench(keys=keys)
     change(keys_file, alice=None)
     keys.look()
+    assert (await bench.tier.refresh()).forgotten
 
     def fails(*_: object) -> None:
         raise OSError("no index")

@@ -171,7 +171,12 @@ async def test_it_goes_on_when_the_server_starts_again(
 
 
 @pytest.mark.parametrize(
-    ("text", "said"), [("other_total 9\n", "no metrics of kvstore"), ("{{{\n", "not in Prometheus")]
+    ("text", "said"),
+    [
+        ("other_total 9\n", "no metrics of kvstore"),
+        ("kvstore_stored_chunks_total NaN\n", "no metrics of kvstore"),
+        ("{{{\n", "not in Prometheus"),
+    ],
 )
 def test_what_is_no_server_of_ours_is_told_by_its_address(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], text: str, said: str
@@ -179,6 +184,7 @@ def test_what_is_no_server_of_ours_is_told_by_its_address(
     (tmp_path / "metrics").write_text(text)
     with pytest.raises(kvstore.KVStoreError, match=said):
         scrape((tmp_path / "metrics").as_uri())
+    assert main(["top", "http://[x/metrics"]) == 2
     assert main(["top", "http://127.0.0.1:9/metrics"]) == 2
     assert "http://127.0.0.1:9/metrics: " in capsys.readouterr().err
     assert main(["top", str(tmp_path / "nowhere")]) == 2

@@ -37,7 +37,7 @@ from __future__ import annotations
 import json
 import struct
 import time
-from collections.abc import Collection, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -421,10 +421,17 @@ class LiveRecords:
         """Return the records of these epochs."""
         return self._where(np.isin(self.records["epoch"], epochs))
 
-    def sealed_with(self, key_ids: Collection[bytes]) -> LiveRecords:
-        """Return the records of payloads that are sealed with keys of these ids."""
-        numbers = [int.from_bytes(key_id, "little") for key_id in key_ids]
-        return self._where(np.isin(self._key_numbers, numbers))
+    def readable(self, keys: KeyRing) -> LiveRecords:
+        """Return the records of payloads that are sealed with keys of those that they are of."""
+        numbers = self._key_numbers
+        chosen = np.isin(numbers, _numbers_of(keys.ids()))
+        # A key that is a tenant's own now, and was that of all others, opens nothing of theirs.
+        (own,) = np.nonzero(np.isin(numbers, _numbers_of(keys.own_ids)))
+        if len(own):
+            names, ids = self.keys(), self.key_ids()
+            for at in own.tolist():
+                chosen[at] = keys.find(names[at], bytes.fromhex(ids[at])) is not None
+        return self._where(chosen)
 
     def _where(self, chosen: npt.NDArray[np.bool_]) -> LiveRecords:
         if chosen.all():
@@ -472,6 +479,10 @@ class LiveRecords:
         """The nonces in seals, in the same order; shape (records, 3). The first is the key's id."""
         first = np.ascontiguousarray(self.records["length"]).view(np.uint32).reshape(-1, 2)
         return np.column_stack([first, self.records["last"]])
+
+
+def _numbers_of(key_ids: Iterable[bytes]) -> list[int]:
+    return [int.from_bytes(key_id, "little") for key_id in key_ids]
 
 
 def decode_records(raw: bytes, first_slot: int, length: int | None, seed: int) -> LiveRecords:

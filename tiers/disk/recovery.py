@@ -203,7 +203,7 @@ class _Found:
             records = records.of_epoch(epoch)
         whole = len(records.slots)
         if sealer is not None:
-            records = records.sealed_with(sealer.key_ids())
+            records = records.readable(sealer.keys)
         return cls(segment, records, missing, newest, whole - len(records.slots))
 
     @property

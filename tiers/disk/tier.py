@@ -392,8 +392,12 @@ class DiskTier(Tier):
         return looking.result()
 
     async def refresh(self) -> Changes:
-        """Tell of chunks that are sealed with keys that are not known any more."""
+        """Tell of keys that are not known any more, and of chunks that are sealed with them."""
         sealer, unchecked, epoch = self.sealer, self._unchecked, self.epoch
+        if sealer is not None:
+            sealer.keys.poll()
+            if forgotten := sealer.keys.forgotten():
+                return forgotten
         if sealer is not None and sealer.keys.changes != self._keys_seen:
             self._keys_seen, self._unreadable = sealer.keys.changes, 0
             unchecked.clear()
@@ -404,7 +408,7 @@ class DiskTier(Tier):
             # The next call begins with another one if this raises.
             unchecked.rotate(-1)
             volume = self.volumes[index]
-            check = partial(volume.list_unreadable, number, sealer.key_ids())
+            check = partial(volume.list_unreadable, number, sealer.keys)
             (found,) = await volume.threads.run([check], load=False)
             unchecked.pop()
             self._unreadable += len(found)

@@ -11,7 +11,7 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -408,10 +408,10 @@ class Volume:
             if not segment.sealed_with(keys.ids(newest=True)):
                 return True
             # A key that is the newest of all others is not the newest of a tenant that has its own.
-            return keys.by_tenant and segment.index.live().of_epoch(self.epoch).outdated(keys)
+            return bool(keys.own_ids) and segment.index.live().of_epoch(self.epoch).outdated(keys)
 
-    def list_unreadable(self, number: int, key_ids: Collection[bytes]) -> list[tuple[bytes, int]]:
-        """(key, slot) of a segment's chunks that are sealed with other keys than these. May block.
+    def list_unreadable(self, number: int, keys: KeyRing) -> list[tuple[bytes, int]]:
+        """(key, slot) of a segment's chunks that are sealed with keys not known. May block.
 
         Raises:
             OSError: as the system says.
@@ -419,10 +419,10 @@ class Volume:
         # The lock keeps its files open meanwhile.
         with self._growth:
             segment = self.segments.get(number)
-            if segment is None or segment.sealed_with(key_ids):
+            if segment is None or not (keys.own_ids or not segment.sealed_with(keys.ids())):
                 return []
             live = segment.index.live().of_epoch(self.epoch)
-        kept = set(live.sealed_with(key_ids).slots)
+        kept = set(live.readable(keys).slots)
         return [
             (key, slot)
             for key, slot in zip(live.keys(), live.slots, strict=True)

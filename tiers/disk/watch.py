@@ -254,7 +254,7 @@ class Watch:
         keys, first = watched.keys, watched.first
         for changed, live in watched.segment.index.changes(watched.crcs, self._epoch):
             if self._keys is not None:
-                live = live.sealed_with(self._keys.ids())
+                live = live.readable(self._keys)
             now = dict(zip(live.slots, live.keys(), strict=True))
             gone: list[tuple[bytes, int]] = []
             appeared: list[tuple[bytes, int]] = []

@@ -9,14 +9,15 @@ import asyncio
 import contextlib
 import os
 import threading
-from collections.abc import Callable, Coroutine
+from collections import deque
+from collections.abc import Callable, Coroutine, Iterable
 from functools import partial
 from typing import Any, TypeVar
 
 from kvstore.concurrency import LoopThread, outlast
 from kvstore.tiers.remote.client import StoreError
 
-__all__ = ["ClientLoop", "in_thread"]
+__all__ = ["ClientLoop", "in_thread", "two_at_once"]
 
 _T = TypeVar("_T")
 
@@ -150,3 +151,31 @@ def in_thread(call: Callable[[], _T], nice: int = 0) -> asyncio.Future[_T]:
 
     threading.Thread(target=work, name="kvstore-client", daemon=True).start()
     return ended
+
+
+async def two_at_once(calls: Iterable[Coroutine[Any, Any, _T]], note: Callable[[_T], None]) -> None:
+    """Run calls two at a time, and pass the result of each to `note`, in order.
+
+    So the digests of one are computed while the store moves the other. If one raises, all are
+    cancelled.
+    """
+    running: deque[asyncio.Task[_T]] = deque()
+    try:
+        for call in calls:
+            running.append(asyncio.create_task(call))
+            if len(running) == 2:
+                note(await running[0])
+                running.popleft()
+        while running:
+            note(await running[0])
+            running.popleft()
+    finally:
+        for task in running:
+            task.cancel()
+        while left := [task for task in running if not task.done()]:
+            # Wait although this may be cancelled again: they use memory until they end.
+            with contextlib.suppress(asyncio.CancelledError):
+                await asyncio.wait(left)
+        for task in running:
+            # Mark their exceptions as retrieved.
+            task.cancelled() or task.exception()

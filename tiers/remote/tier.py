@@ -19,8 +19,7 @@ import math
 import secrets
 import time
 from abc import abstractmethod
-from collections import deque
-from collections.abc import Callable, Coroutine, Iterable, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from functools import partial
 from typing import Any, TypeVar
 
@@ -31,11 +30,11 @@ from kvstore.tiers.disk.namespace import Namespace
 from kvstore.tiers.pinned import PinnedRegion
 from kvstore.tiers.remote.client import SHARED_EPOCH, StoreClient, StoreError, Unread
 from kvstore.tiers.remote.gate import Gate
-from kvstore.tiers.remote.loop import ClientLoop
+from kvstore.tiers.remote.loop import ClientLoop, two_at_once
 from kvstore.tiers.remote.record import RECORD_BYTES, decode, encode, seed_of
 from kvstore.tiers.remote.sweeper import MOST_REMOVED, PARTS, Sweeper
 from kvstore.tiers.sealing import SEAL_BYTES, Sealer
-from kvstore.types import RecoveredTier, TierPlace
+from kvstore.types import Changes, RecoveredTier, TierPlace
 
 __all__ = ["StoreTier"]
 
@@ -115,6 +114,7 @@ class StoreTier(Tier):
         digest = Namespace(place.namespace, place.identity).digest
         self._place = f"{place.namespace}/{digest[:DIGEST_LETTERS]}"
         self._keys = place.keys
+        self.refreshes = place.keys is not None
         self._keys_seen = 0
         self._timeout = timeout_s
         self._client: StoreClient | None = None
@@ -190,6 +190,13 @@ class StoreTier(Tier):
         done.error = done.error or self._sweeper.tell_fault()
         return done
 
+    async def refresh(self) -> Changes:
+        """Tell of keys that are not known any more."""
+        if self._keys is None:
+            return Changes()
+        self._keys.poll()
+        return self._keys.forgotten()
+
     async def grow(self) -> tuple[int | None, str | None]:
         return None, "a store has no segments"
 
@@ -256,7 +263,7 @@ class StoreTier(Tier):
         order = next(self._orders)
         calls = (move(keys[part], self._chunks(rows[part]), order) for part in parts)
         try:
-            await self._loop.run(_two_at_once(calls, note))
+            await self._loop.run(two_at_once(calls, note))
         except StoreError as fault:
             # Do not try the other batches, which would take as long to fail.
             left = range(len(done.ok), len(keys))
@@ -418,33 +425,3 @@ class StoreTier(Tier):
         # Those of them whose values are encrypted with keys that were not known.
         self._keyless: set[bytes] = set()
         self._keys_seen = 0 if self._keys is None else self._keys.changes
-
-
-async def _two_at_once(
-    calls: Iterable[Coroutine[Any, Any, _T]], note: Callable[[_T], None]
-) -> None:
-    """Run calls two at a time, and pass the result of each to `note`, in order.
-
-    So the digests of one are computed while the store moves the other. If one raises, all are
-    cancelled.
-    """
-    running: deque[asyncio.Task[_T]] = deque()
-    try:
-        for call in calls:
-            running.append(asyncio.create_task(call))
-            if len(running) == 2:
-                note(await running[0])
-                running.popleft()
-        while running:
-            note(await running[0])
-            running.popleft()
-    finally:
-        for task in running:
-            task.cancel()
-        while left := [task for task in running if not task.done()]:
-            # Wait although this may be cancelled again: they use memory until they end.
-            with contextlib.suppress(asyncio.CancelledError):
-                await asyncio.wait(left)
-        for task in running:
-            # Mark their exceptions as retrieved.
-            task.cancelled() or task.exception()

@@ -346,12 +346,19 @@ class Compactor:
         here: list[tuple[bytes, int]] = []
         busy: list[tuple[bytes, int]] = []
         entries, reading = self._index.entries, self._index.reading
+        before = len(entries)
         while self._pending and len(here) < count:
             key, slot = self._pending.popleft()
             if entries.get(key) == slot:
                 (busy if key in reading else here).append((key, slot))
         self._pending.extend(busy)
-        targets = self._slots.take(len(here))
+        if self._rewriting:
+            # What is copied to a segment that is to be rewritten is copied again.
+            targets = self._slots.take_outside(self._rewrites, len(here))
+            if self._slots.at_its_end:
+                targets += self._slots.take(len(here) - len(targets))
+        else:
+            targets = self._slots.take(len(here))
         if len(targets) < len(here) and self._rewriting and not self._slots.at_its_end:
             # The rest waits until the tier has grown.
             self._pending.extendleft(reversed(here[len(targets) :]))
@@ -368,6 +375,10 @@ class Compactor:
             self._give_up(now)
             return None
         if not here:
+            waits = reading or self._index.writing or len(entries) < before
+            if self._pending and self._rewriting and self._slots.at_its_end and not waits:
+                # Nothing but pins is left: without these slots nothing could be stored.
+                self._give_up(now)
             return None
         self._allowance -= len(here)
         keys = [key for key, _ in here]

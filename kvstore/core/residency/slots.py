@@ -201,6 +201,8 @@ class Slots:
         self._aside: dict[int, float] = {}  # When each comes back; the first comes first.
         self.growing = self.cannot_grow = self.growing_slowly = self.clearing = False
         self._growing_since = 0.0
+        # Whether chunks are to be copied that find no room but in segments that are to go.
+        self._wanted = False
         self.upkeep = Breaker(RETRY_PAUSE)
         in_use = set(used)
         for segment in segments:
@@ -302,6 +304,18 @@ class Slots:
             slots += stripe.take(count - len(slots))
         return slots
 
+    def take_outside(self, segments: Collection[int], count: int) -> list[int]:
+        """Take up to `count` free slots of other segments; if there are fewer, the tier grows."""
+        slots: list[int] = []
+        for segment in self._segments.difference(segments):
+            short = count - len(slots)
+            if short and self._free_in(segment):
+                its = self._stripe_of(segment * self.segment_slots).withdraw(segment)
+                slots += its[:short]
+                self.give(its[short:])
+        self._wanted = len(slots) < count
+        return slots
+
     def give(self, slots: Sequence[int]) -> None:
         """Free these slots."""
         if self._retired >= 0:
@@ -343,7 +357,7 @@ class Slots:
         return (
             not self.growing
             and self.segments < self.max_segments
-            and self.short
+            and (self.short or self._wanted)
             and self.upkeep.ready(now)
         )
 
@@ -361,7 +375,7 @@ class Slots:
 
     def growth_ended(self, segments: Sequence[int], now: float) -> None:
         """Add segments that are ready, with all slots free; there are none if growth failed."""
-        self.growing = self.growing_slowly = False
+        self.growing = self.growing_slowly = self._wanted = False
         for segment in segments:
             self.cannot_grow = False
             self._segments.add(segment)
@@ -383,6 +397,7 @@ class Slots:
         """Forget everything. No slot is assigned until that is durable."""
         self._stripes = [ExtentAllocator(self.segment_slots) for _ in self._stripes]
         self._retired, self._retired_free, self._aside = -1, set(), {}
+        self._wanted = False
         self.clearing = True
         self.upkeep.close()
 

@@ -12,8 +12,9 @@ import pytest
 from kvstore.tiers.pinned import PinnedRegion
 from kvstore.tiers.remote.client import StoreError
 from kvstore.tiers.remote.gate import Gate
+from kvstore.tiers.remote.loop import two_at_once
 from kvstore.tiers.remote.slices import Beside
-from kvstore.tiers.remote.tier import QUESTIONS_AT_ONCE, StoreTier, _two_at_once
+from kvstore.tiers.remote.tier import QUESTIONS_AT_ONCE, StoreTier
 from kvstore.types import TierPlace
 from tests.patience import PATIENCE, TOO_LONG
 
@@ -147,7 +148,7 @@ async def test_calls_that_raise_are_waited_for_as_they_use_memory() -> None:
         raise StoreError("no")
 
     told: list[str] = []
-    moving = asyncio.create_task(_two_at_once([fails(), uses_memory()], told.append))
+    moving = asyncio.create_task(two_at_once([fails(), uses_memory()], told.append))
     for _ in range(5):
         await asyncio.sleep(0)
         moving.cancel()
