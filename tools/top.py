@@ -17,7 +17,6 @@ from http.client import HTTPException
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-
 from kvstore.errors import KVStoreError
 from kvstore.maintenance.survey import survey
 from kvstore.sizes import format_size

@@ -808,6 +808,14 @@ FAULTS = (
         ),
     ),
     *_in(
+        "tiers/remote/loop.py",
+        (
+            "a call ends while others still use its memory",
+            "while left := [task for task in running if not task.done()]:",
+            "while left := [task for task in running if task.done() is None]:",
+        ),
+    ),
+    *_in(
         "tiers/remote/tier.py",
         (
             "payloads are not compared with their digests",
@@ -838,11 +846,6 @@ FAULTS = (
             "chunks that a store did not answer for count as lost",
             "            unread += left\n",
             "",
-        ),
-        (
-            "a call ends while others still use its memory",
-            "while left := [task for task in running if not task.done()]:",
-            "while left := [task for task in running if task.done() is None]:",
         ),
         (
             "one call after another waits for a store that hangs",
