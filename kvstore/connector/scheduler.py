@@ -61,9 +61,10 @@ class ConnectorScheduler:
         self._loads = Loads(self.manager, self._jobs, shares_blocks=spec.enable_prefix_caching)
         self._stores = Stores(self.manager, self._jobs, prompt_only=spec.offload_prompt_only)
         self._requests: dict[str, TrackedRequest] = {}
+        self._given_out: set[int] = set()
+        """Blocks that were given to a request in this step."""
         self._written: set[int] = set()
-        """Blocks given to a request in this step that it writes; others are only read, and may be
-        shared."""
+        """Those of them that this step writes; the others are only read, and may be shared."""
         self._stats = ConnectorStats()
 
     # -- what can be loaded ----------------------------------------------------------------
@@ -156,10 +157,10 @@ class ConnectorScheduler:
             )
         self._loads.begin(tracked, blocks, num_external_tokens)
         for its in blocks.blocks:
+            known = [block for block in its if not block.is_null]
+            self._given_out.update(block.block_id for block in known)
             # A block with a hash already holds its tokens.
-            self._written.update(
-                block.block_id for block in its if not block.is_null and block.block_hash is None
-            )
+            self._written.update(block.block_id for block in known if block.block_hash is None)
         self._stats.loads += 1
         self._stats.matched_tokens += num_external_tokens
 
@@ -191,7 +192,7 @@ class ConnectorScheduler:
         for req_id in scheduler_output.finished_req_ids:
             flush |= self._store(req_id, None, stores)
             self._end(req_id)
-        self._written = set()
+        self._given_out, self._written = set(), set()
         return ConnectorMetadata(loads, stores, flush)
 
     def _take_blocks(self, output: StepOutputLike) -> None:
@@ -208,10 +209,12 @@ class ConnectorScheduler:
                 self._give_out(ids, had if req_id in cached.resumed_req_ids else 0)
         for copy in getattr(output, "kv_cache_block_copies", None) or ():
             self._give_out([[copy.dst_block_id]], 0)
+        self._given_out.discard(0)
         self._written.discard(0)
-        if self._windowed and self._written:
+        if self._windowed and self._given_out:
             for tracked in self._requests.values():
-                tracked.left_by(self._written)
+                # As vLLM does, also of those that are only read.
+                tracked.left_by(self._given_out)
         for req_id, (ids, anew) in given.items():
             if req_id in self._requests:
                 self._requests[req_id].give_blocks(ids, anew=anew)
@@ -219,6 +222,7 @@ class ConnectorScheduler:
     def _give_out(self, block_ids: BlockIds, computed: int) -> None:
         """Note that a request got these blocks, and only reads those of its first `computed`."""
         for group, its in zip(self._groups, block_ids, strict=False):
+            self._given_out.update(its)
             self._written.update(its[computed // group.tokens_per_block :])
 
     def _store(

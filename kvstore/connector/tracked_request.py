@@ -279,7 +279,7 @@ class TrackedRequest:
             state.block_ids.extend(block_ids[state.group.index])
 
     def left_by(self, blocks: Collection[int]) -> None:
-        """Forget blocks behind a sliding window that are written again: `blocks`."""
+        """Forget blocks behind a sliding window that were given out again: `blocks`."""
         for state in self.groups:
             if state.group.window is not None:
                 state.left_by(blocks)

@@ -463,7 +463,7 @@ class Server:
         assert not scheduler._jobs._users
         assert not scheduler._loads._loading
         assert not scheduler._loads._begun
-        assert not scheduler._written
+        assert not scheduler._given_out
         for worker in self.workers:
             assert not worker._held
             assert not worker._loading

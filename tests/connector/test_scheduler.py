@@ -308,19 +308,6 @@ def test_a_chunk_that_a_window_has_left_is_not_stored_once_its_blocks_are_others
     assert blocks_of(job) == ([[2]], [1])
 
 
-def test_a_chunk_with_a_window_is_stored_although_another_request_reads_its_blocks() -> None:
-    server = Server(open_scheduler(None, 64, blocks_per_chunk=2))
-    first, second = Request("first", PROMPT[:8]), Request("second", [*PROMPT[:4], *[9] * 4], 4)
-    server.find(first)
-    server.step({first: 4}, new={first: [[1], [11]]})
-    server.find(second, 4)
-    new, more = {second: [[1, 3], [11, 13]]}, {first: [[2], [12]]}
-    meta = server.step({first: 4, second: 4}, new=new, more=more, computed={second: 4})
-    its, others = map(blocks_of, meta.store_jobs.values())
-    assert its == ([[1, 2], [11, 12]], [0, 0])
-    assert others == ([[1, 3], [11, 13]], [0, 0])
-
-
 def test_after_a_reset_blocks_that_a_window_has_left_are_not_taken_for_its_own() -> None:
     server = Server(open_scheduler(4))
     request, other = Request("r", PROMPT), Request("b", [9] * 8)
