@@ -77,6 +77,8 @@ class Tenants(EvictionPolicy):
     # The most chunks that there were in this period, and in the one before.
     _peak = _peak_before = 0
     _peak_until = -math.inf
+    # What `_kept` has returned last, and for which total.
+    _kept_of: tuple[int, list[int]] = (-1, [])
 
     def __init__(
         self,
@@ -137,14 +139,22 @@ class Tenants(EvictionPolicy):
             total: of what guarantees are parts. coming: how many chunks the asker is to get.
         """
         places, partitions = self.places, self.partitions
-        sizes = [len(each.policy) + coming * (each is asker) for each in partitions]
-        kept = [int(share.guaranteed * total) for share, _ in places.shares]
-        guaranteed, limited = places.within(kept, sizes), self._limited(sizes)
-        weights = places.weights(sizes)
+        sizes = [len(each.policy) for each in partitions]
+        if asker is not None:
+            sizes[partitions.index(asker)] += coming
+        guaranteed = places.within(self._kept(total), sizes)
+        limited, weights = self._limited(sizes), places.weights(sizes)
         for place, each in enumerate(partitions):
             each.guaranteed, each.most = guaranteed[place], limited[place]
             each.weight = weights[place]
         return dict(zip(partitions, sizes, strict=True))
+
+    def _kept(self, total: int) -> list[int]:
+        """Return how many of `total` chunks are guaranteed to each share."""
+        if self._kept_of[0] != total:
+            shares = self.places.shares
+            self._kept_of = total, [int(share.guaranteed * total) for share, _ in shares]
+        return self._kept_of[1]
 
     @property
     def parts(self) -> list[EvictionPolicy]:
@@ -180,7 +190,15 @@ class Tenants(EvictionPolicy):
         given = sum(count for each, count in plan if each is not asker)
         wanted = [self.capacity if each is asker else len(each.policy) for each in self.partitions]
         most = self._limited(wanted)[self.partitions.index(asker)]
-        return max(1, min(most, sizes[asker] + free + given))
+        reach = min(most, sizes[asker] + free + given)
+        # Chunks are not divided: of fewer that come each of the others gives one less.
+        while given and reach > free:
+            plan = self._plan(reach - free, asker, reach, (), total=self._total())
+            short = reach - free - sum(count for _, count in plan)
+            if short <= 0:
+                break
+            reach -= short
+        return max(1, reach)
 
     # -- uses ------------------------------------------------------------------------------
 
@@ -352,7 +370,8 @@ class Tenants(EvictionPolicy):
         sizes = self._share_out(total, asker, coming)
         spare = {each: sizes[each] - each.guaranteed for each in self.partitions}
         for each in able:
-            give(each, sizes[each] - each.most)
+            if sizes[each] > each.most:
+                give(each, sizes[each] - each.most)
         since = self.clock() - self.idle_s
         idle = [each for each in able if each.used_at < since and each is not asker]
         for each in sorted(idle, key=lambda each: each.used_at):
@@ -361,7 +380,7 @@ class Tenants(EvictionPolicy):
             floor = 0.0
             if asker is not None and (wide or asker in exhausted):
                 floor = max(0.0, spare[asker] / asker.weight)
-            rest = {each: spare[each] - plan.get(each, 0) for each in able}
+            rest = {each: more for each in able if (more := spare[each] - plan.get(each, 0)) > 0}
             weights = {each: each.weight for each in rest}
             for each, amount in level(rest, weights, total if wide else left, floor):
                 give(each, amount)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections import Counter
 from collections.abc import Sequence
 
@@ -236,6 +237,37 @@ def test_how_far_a_prompt_reaches_is_what_it_can_get() -> None:
         key for pair in zip(cache.keys("c", 30), cache.keys("b", 30), strict=True) for key in pair
     ]
     assert cache.policy.reach(mixed) == 2 * min(limit, reach)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_as_many_rows_as_were_promised_can_be_had(seed: int) -> None:
+    """Who is promised more waits in vain until its deadline."""
+    dice, now = random.Random(seed), [0.0]
+    capacity = dice.choice([4, 16, 33])
+    shares = Shares(
+        {
+            f"t{n}": Share(
+                dice.choice([0, 0.1, 0.3]), dice.choice([0.3, 0.5, 1]), dice.choice([0.5, 2])
+            )
+            for n in range(dice.randrange(4))
+        },
+        Share(dice.choice([0, 0.1]), dice.choice([0.5, 1])),
+        dice.choice([1, 8]),
+        dice.choice([5, 600]),
+    )
+    policy = Tenants(capacity, LRU, shares, lambda: now[0])
+    for step in range(100):
+        now[0] += dice.choice([0, 1, 10])
+        tenant = dice.choice([*shares.named, *"wxyz"])
+        count = dice.randrange(1, capacity // 2 + 2)
+        keys = tenant_keys(tenant, [b"%d %d" % (step, n) for n in range(count)])
+        keys, free = keys[: policy.reach(keys)], capacity - len(policy)
+        short = max(0, len(keys) - free)
+        assert len(policy.evict_up_to(short, nobody, keys)) == short
+        for key in keys:
+            policy.insert(key)
+        for key in dice.sample(list(policy.order()), len(policy) // 20):
+            policy.remove(key)
 
 
 def test_in_one_batch_each_pays_for_its_own() -> None:
