@@ -237,12 +237,15 @@ def _namespace(folder: Path) -> NamespaceSurvey:
     except KVStoreError as error:
         found.lost = Fault.of(folder / EPOCH_NAME, error)
         found.faults.append(found.lost)
+    unread: dict[Path, OSError] = {}
     try:
-        lanes = lane_folders(folder)
+        lanes = lane_folders(folder, unread=unread)
+        found.faults += [Fault.of(lane, error) for lane, error in unread.items()]
     except OSError as error:
         found.faults.append(Fault.of(folder, error))
         return found
-    found.links = [str(each) for each in sorted(folder.glob("lane-[0-9]*")) if each.is_symlink()]
+    entries = sorted(set(folder.glob("lane-[0-9]*")) - unread.keys())
+    found.links = [str(each) for each in entries if each.is_symlink()]
     found.faults += [Fault(each, None, NOT_FOLLOWED) for each in found.links]
     epochs = {found.epoch}
     for number, lane_folder in lanes:

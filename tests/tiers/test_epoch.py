@@ -16,12 +16,13 @@ import pytest
 
 from kvstore.errors import ForeignFileError, PathUnusableError
 from kvstore.testing.bench import key_of
+from kvstore.tiers.disk import DiskTier
 from kvstore.tiers.disk.epoch import EPOCH_NAME, MAX_EPOCH, raise_epoch, read_epoch
 from kvstore.tiers.disk.io.buffered import BufferedIO
 from kvstore.tiers.disk.volume import Volume
 from tests.patience import PATIENCE, TOO_LONG
 from tests.tiers.conftest import OpenBench
-from tests.tiers.support import NAMESPACE, Child, disk_of, lane_of
+from tests.tiers.support import NAMESPACE, Child, bench_of, disk_of, lane_of
 
 KEYS = [key_of(number) for number in range(8)]
 
@@ -290,6 +291,32 @@ async def test_a_path_whose_epoch_cannot_be_moved_is_not_cleared(
         patch.setattr("kvstore.tiers.disk.volume.raise_epoch", refuse)
         assert await bench.tier.clear() is None
     assert await bench.tier.clear() == [0]
+
+
+async def test_who_starts_beside_a_reset_takes_the_lane_that_it_left(
+    open_bench: OpenBench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first = open_bench()
+    standing = DiskTier._standing_epoch
+    looks: list[int] = []
+
+    def slowly(self: DiskTier) -> int:
+        epoch = standing(self)
+        if not looks:
+            # All of it between two calls of the one that starts.
+            first.abandon()
+            looks.append(epoch)
+            other = bench_of(self._paths[0])
+            asyncio.run(other.tier.clear())
+            asyncio.run(other.store([key_of(1)], [0]))
+            asyncio.run(other.close([(key_of(1), 0)]))
+        looks.append(epoch)
+        return epoch
+
+    monkeypatch.setattr(DiskTier, "_standing_epoch", slowly)
+    second = await asyncio.to_thread(open_bench)
+    assert disk_of(second).epoch == 1
+    assert [key for key, _ in second.opening.entries] == [key_of(1)]
 
 
 async def test_of_several_paths_that_disagree_the_highest_epoch_counts(

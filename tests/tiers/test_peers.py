@@ -18,6 +18,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kvstore.maintenance.survey import survey
 from kvstore.testing.bench import TierBench, key_of
 from kvstore.tiers.disk import DiskTier, PeerLanes, peers, watch
 from kvstore.tiers.disk import format as disk_format
@@ -172,6 +173,75 @@ async def test_what_cannot_be_read_in_passing_is_told_apart_from_what_is_gone(
     done = await follower.tier.read(KEYS, slots, ALL)
     assert done.ok == [False] * SLOTS
     assert done.unread == ALL
+
+
+async def test_a_chunk_that_comes_back_to_the_slot_that_it_had_is_told(
+    open_bench: OpenBench, follow: Follow
+) -> None:
+    owner = open_bench()
+    await owner.store(KEYS, ALL)
+    follower = follow()
+    await owner.store([key_of(100)], [0])
+    assert await follower.read(KEYS[0]) == [False]
+    del follower.entries[KEYS[0]]
+    # Nobody has looked in between.
+    await owner.store(KEYS[:1], [0])
+    await asyncio.sleep(0.01)
+    news = await follower.look()
+    assert [key for key, _ in news.appeared] == KEYS[:1]
+    assert await follower.read(*KEYS) == [True] * SLOTS
+
+
+async def test_a_segment_whose_name_is_used_again_between_two_looks_is_followed(
+    open_bench: OpenBench, follow: Follow
+) -> None:
+    owner = open_bench()
+    await owner.store(KEYS, ALL)
+    follower = follow()
+    assert await owner.tier.remove_segment(0) is None
+    assert (await owner.tier.grow())[0] == 0
+    more = [key_of(100 + n) for n in range(3)]
+    await owner.store(more, [0, 1, 2])
+    await follower.look()
+    assert set(follower.entries) == set(more)
+    assert await follower.read(*more) == [True] * 3
+
+
+@pytest.mark.parametrize("fault", [errno.ESTALE, errno.EIO])
+async def test_a_lane_that_cannot_be_looked_at_costs_no_other_one(
+    fault: int,
+    folder: Path,
+    open_bench: OpenBench,
+    follow: Follow,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    owners = [open_bench(), open_bench()]
+    await owners[0].store(KEYS[:2], [0, 1])
+    await owners[1].store(KEYS[2:4], [0, 1])
+    follower = follow()
+    real = Path.lstat
+
+    def lstat(self: Path) -> os.stat_result:
+        if self.name == "lane-1":
+            raise OSError(fault, os.strerror(fault), str(self))
+        return real(self)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Path, "lstat", lstat)
+        assert not await follower.look()
+        assert await follower.read(*KEYS[:4]) == [True] * 4
+        # Nor does it keep a process from starting, or from a reset.
+        assert await open_bench(lane=7).tier.clear() is not None
+        (found,) = survey(folder)
+        assert any("lane-1" in each.path for each in found.faults)
+
+    def fails(*_: object) -> None:
+        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+
+    with monkeypatch.context() as patched:
+        patched.setattr(watch, "lane_folders", fails)
+        assert not await follower.look()
+    assert await follower.read(*KEYS[:4]) == [True] * 4
 
 
 # -- what a look costs -----------------------------------------------------------------------

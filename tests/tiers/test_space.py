@@ -15,7 +15,7 @@ from kvstore.testing.bench import TierBench, key_of
 from kvstore.tiers.disk import DiskTier
 from kvstore.tiers.disk.format import Geometry
 from tests.tiers.conftest import OpenBench
-from tests.tiers.support import NAMESPACE, SEGMENT, SLOTS, segment_of
+from tests.tiers.support import NAMESPACE, SEGMENT, SLOTS, disk_of, segment_of
 from tests.tiers.test_peers import Follower
 
 KEYS = [key_of(number) for number in range(SLOTS)]
@@ -122,3 +122,55 @@ async def test_a_removed_segment_with_another_name_keeps_what_is_in_it(
     assert await bench.tier.remove_segment(0) is None
     assert not segment_of(folder).exists()
     assert backup.read_bytes() == before
+
+
+# -- which lane, and which size ------------------------------------------------------------------
+
+
+async def test_each_process_finds_a_lane_of_its_size_again_in_whatever_order_they_start(
+    open_bench: OpenBench,
+) -> None:
+    small, large = 1, 4
+    keys = [key_of(n) for n in range(large * SLOTS)]
+    for order in ([small, large], [large, small], [small, large]):
+        benches = {size: open_bench(segments=size) for size in order}
+        for size, bench in benches.items():
+            while len(disk_of(bench).volumes[0].segments) < size:
+                assert (await bench.tier.grow())[0] is not None
+            its = dict(bench.opening.entries)
+            if order != [small, large] or its:
+                assert len(its) == size * SLOTS
+            slots = list(range(size * SLOTS))
+            for at in range(0, len(slots), SLOTS):
+                some = slots[at : at + SLOTS]
+                assert all((await bench.store([keys[slot] for slot in some], some)).ok)
+        for bench in benches.values():
+            bench.abandon()
+
+
+async def test_a_lane_with_more_than_fits_is_taken_where_no_other_is_left(
+    open_bench: OpenBench,
+) -> None:
+    bench = open_bench(segments=3)
+    for _ in range(2):
+        assert (await bench.tier.grow())[0] is not None
+    bench.abandon()
+    # As where an operator gives the only process less room.
+    again = disk_of(open_bench(segments=1)).volumes[0]
+    assert (again.lane.number, len(again.segments)) == (0, 1)
+
+
+@pytest.mark.parametrize("first", ["new", "old"])
+async def test_a_path_that_is_added_takes_the_size_of_segments_on_the_others(
+    first: str, tmp_path: Path, open_bench: OpenBench
+) -> None:
+    paths = {name: tmp_path / name for name in ("old", "new")}
+    bench = open_bench(paths["old"], segment_bytes=2 * SEGMENT, capacity_bytes=4 * SEGMENT)
+    keys = [key_of(n) for n in range(SLOTS)]
+    assert all((await bench.store(keys, range(SLOTS))).ok)
+    bench.abandon()
+    both = [paths[first], *(path for name, path in paths.items() if name != first)]
+    bench = open_bench(both, capacity_bytes=8 * SEGMENT)
+    entries = dict(bench.opening.entries)
+    assert set(entries) == set(keys)
+    assert await bench.fetch(keys, [entries[key] for key in keys]) == [True] * SLOTS

@@ -10,9 +10,11 @@ from pathlib import Path
 
 import pytest
 
+from kvstore.errors import ForeignFileError
 from kvstore.testing.bench import TierBench, key_of
 from kvstore.tiers.disk import unowned
-from kvstore.tiers.disk.lane import Owner, lane_owner
+from kvstore.tiers.disk.epoch import EPOCH_NAME
+from kvstore.tiers.disk.lane import Owner, lane_owner, newest_told
 from kvstore.tiers.disk.namespace import Namespace
 from tests.tiers.conftest import OpenBench
 from tests.tiers.support import NAMESPACE, SEGMENT, SLOTS, Child, disk_of
@@ -155,13 +157,47 @@ async def test_a_lane_counts_an_hour_after_it_was_seen_free_and_after_its_last_w
     monkeypatch.setattr(time, "time", lambda: begun + 3500)
     open_bench()
     assert segments(folder, OLD) == [0, 1, 2]
-    age(folder / OLD.name, -3000)
+    age(folder / OLD.name, -100)
     monkeypatch.setattr(time, "time", lambda: begun + 3700)
     open_bench()
     assert segments(folder, OLD) == [0, 1, 2], "written to a moment ago"
     age(folder / OLD.name, 90_000)
     await fill(open_bench(lane=3))
     assert segments(folder, OLD) == []
+
+
+async def test_what_was_written_in_the_future_goes_an_hour_after_it_was_seen_free(
+    folder: Path, open_bench: OpenBench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The clock was wrong, of which there is no end for years."""
+    await leave(open_bench, folder, OLD, -(10**8))
+    unfinished = folder / OLD.name / "lane-0" / ".segment-3.0a.tmp"
+    unfinished.write_bytes(b"")
+    begun = time.time()
+    await fill(open_bench())
+    assert segments(folder, OLD) == [0, 1, 2]
+    assert unfinished.exists()
+    monkeypatch.setattr(time, "time", lambda: begun + 3700)
+    await fill(open_bench(lane=3))
+    assert segments(folder, OLD) == []
+    assert not unfinished.exists(), "left by a process that was killed"
+
+
+async def test_that_a_lane_is_free_does_not_make_its_epoch_forgotten(
+    folder: Path, open_bench: OpenBench
+) -> None:
+    """By the lanes it is noticed that the file of the epoch was lost."""
+    bench = open_bench(namespace=OLD)
+    await fill(bench)
+    await bench.tier.clear()
+    await bench.close()
+    await fill(open_bench())
+    lock = folder / OLD.name / "lane-0" / "lock"
+    assert lock.read_bytes().startswith(b"free ")
+    assert newest_told(folder / OLD.name) == (1, lock.parent)
+    (folder / OLD.name / EPOCH_NAME).unlink()
+    with pytest.raises(ForeignFileError, match=f"{EPOCH_NAME} was lost"):
+        open_bench(namespace=OLD)
 
 
 async def test_a_copy_of_a_cache_is_not_as_old_as_its_files_say(

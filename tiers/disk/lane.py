@@ -5,12 +5,13 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import logging
+import math
 import os
 import re
 import stat
 import time
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import NamedTuple
@@ -23,6 +24,7 @@ from kvstore.types import about
 __all__ = [
     "LOCK_NAME",
     "MAX_LANES",
+    "PID_BYTES",
     "Lane",
     "Owner",
     "lane_folders",
@@ -40,7 +42,8 @@ LOOK_SECONDS = 5.0
 """For how long those who only look whose a lane is may keep it from being taken."""
 
 PID_BYTES = 32
-"""Of the lock file, for the owner's process; the epoch that it has told follows."""
+"""Of the lock file, for the owner's process, or since when there is none; the epoch that the owner
+has told follows, and stays."""
 
 EPOCH_BYTES = 11
 
@@ -62,14 +65,23 @@ class Lane:
         _owned.add(self)
 
     @classmethod
-    def acquire(cls, namespace: Path, number: int | None = None, trust: Trust = STRICT) -> Lane:
-        """Own lane `number`, or the first that is free.
+    def acquire(
+        cls,
+        namespace: Path,
+        number: int | None = None,
+        trust: Trust = STRICT,
+        most: float = math.inf,
+    ) -> Lane:
+        """Own lane `number`, or one that is free: that with the most segments, up to `most`.
+
+        So processes of different capacities, whose owners ended, find lanes of their size. One with
+        more segments is taken only where no other is left.
 
         Raises:
             LaneBusyError: if the lane, or every lane, is owned by a living process.
             PathUnusableError: if the folder cannot be used, or is not to be trusted.
         """
-        candidates = range(MAX_LANES) if number is None else (number,)
+        candidates: Iterable[int] = (number,) if number is not None else _in_order(namespace, most)
         for candidate in candidates:
             folder = namespace / f"lane-{candidate}"
             make_folder(folder, trust, own=True)
@@ -104,6 +116,21 @@ class Lane:
             self._lock = None
 
 
+def _in_order(namespace: Path, most: float) -> list[int]:
+    """Return the numbers of lanes, those first that are to be taken first."""
+    held: dict[int, int] = {}
+    with contextlib.suppress(OSError):
+        for number, folder in lane_folders(namespace):
+            if number < MAX_LANES:
+                held[number] = 0
+                with contextlib.suppress(OSError):
+                    names = (path.name for path in folder.iterdir())
+                    held[number] = sum(name.startswith("segment-") for name in names)
+    fit = [number for number, count in held.items() if count <= most]
+    fit.sort(key=lambda number: (-held[number], number))
+    return list(dict.fromkeys([*fit, *held, *range(MAX_LANES)]))
+
+
 _owned: weakref.WeakSet[Lane] = weakref.WeakSet()
 
 
@@ -116,20 +143,32 @@ def _abandon_in_child() -> None:
 os.register_at_fork(after_in_child=_abandon_in_child)
 
 
-def lane_folders(namespace: Path, trust: Trust = ANYBODYS) -> list[tuple[int, Path]]:
-    """The lanes of a namespace that exist and are to be trusted, by number."""
+def lane_folders(
+    namespace: Path, trust: Trust = ANYBODYS, unread: dict[Path, OSError] | None = None
+) -> list[tuple[int, Path]]:
+    """The lanes of a namespace that exist and are to be trusted, by number.
+
+    Args:
+        unread: gets those of which the system does not say what they are.
+    """
     lanes = []
     for folder in namespace.iterdir():
         match = re.fullmatch(r"lane-(\d{1,4})", folder.name)
         if not match:
             continue
-        with contextlib.suppress(FileNotFoundError):
+        try:
             found = folder.lstat()
-            doubt = trust.doubt(found)
-            if doubt is not None:
-                _tell(f"{folder} {doubt}; it is not read")
-            elif stat.S_ISDIR(found.st_mode):
-                lanes.append((int(match[1]), folder))
+        except FileNotFoundError:
+            continue
+        except OSError as error:
+            if unread is not None:
+                unread[folder] = error
+            continue
+        doubt = trust.doubt(found)
+        if doubt is not None:
+            _tell(f"{folder} {doubt}; it is not read")
+        elif stat.S_ISDIR(found.st_mode):
+            lanes.append((int(match[1]), folder))
     return sorted(lanes)
 
 
@@ -149,7 +188,8 @@ def lane_owner(folder: Path) -> Owner | None:
         fd = os.open(folder / LOCK_NAME, _TO_LOOK)
         try:
             if not _locked(fd, fcntl.LOCK_SH):
-                return _told(fd)
+                pid, epoch = _told(fd)
+                return Owner(pid, epoch) if pid else None
         finally:
             os.close(fd)
     return None
@@ -169,8 +209,8 @@ def newest_told(namespace: Path, trust: Trust = ANYBODYS) -> tuple[int, Path]:
         with contextlib.suppress(OSError, ValueError):
             fd = os.open(folder / LOCK_NAME, _TO_LOOK)
             try:
-                if trust.file_fault(fd, written=True) is None and (owner := _told(fd)) is not None:
-                    newest = max(newest, (owner.epoch or 0, folder))
+                if trust.file_fault(fd, written=True) is None:
+                    newest = max(newest, (_told(fd)[1] or 0, folder))
             finally:
                 os.close(fd)
     return newest
@@ -179,13 +219,13 @@ def newest_told(namespace: Path, trust: Trust = ANYBODYS) -> tuple[int, Path]:
 _TO_LOOK = os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK
 
 
-def _told(fd: int) -> Owner | None:
-    """What the owner of a lane has told in its lock file, the last one if there is none now."""
+def _told(fd: int) -> tuple[int | None, int | None]:
+    """The process that owns a lane, and the epoch that it, or the last one, has told."""
     told = os.read(fd, PID_BYTES), os.read(fd, PID_BYTES)
     pid, epoch = (int(text) if text.strip().isdigit() else None for text in told)
     if epoch is not None and epoch > MAX_EPOCH:
         epoch = None
-    return Owner(pid, epoch) if pid else None
+    return pid, epoch
 
 
 @contextmanager

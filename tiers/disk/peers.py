@@ -228,10 +228,12 @@ class PeerLanes(Tier):
             yield
         told: str | None = None
         for extent, outcome in zip(reached, reading.end(), strict=True):
+            number, first = divmod(slots[extent[0]], SLOTS_PER_SEGMENT)
             for place, (index, one) in enumerate(zip(extent, outcome.ok, strict=True)):
                 ok[index] = one
-                if not one and slots[extent[0]] % SLOTS_PER_SEGMENT + place not in outcome.wrong:
+                if not one and first + place not in outcome.wrong:
                     unread.add(index)
+            watch.note_wrong(number, outcome.wrong)
             # That an owner rewrote a slot is its right, not an error.
             if not outcome.wrong:
                 told = told or outcome.error

@@ -6,6 +6,7 @@ This module is long because `Tier` has many calls, and each is spread over sever
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import time
 from collections import deque
@@ -23,8 +24,9 @@ from kvstore.tiers.coding import Coder
 from kvstore.tiers.disk.epoch import lost_epoch, read_epoch
 from kvstore.tiers.disk.format import Geometry
 from kvstore.tiers.disk.io import IOBackend
-from kvstore.tiers.disk.lane import newest_told
+from kvstore.tiers.disk.lane import lane_folders, newest_told
 from kvstore.tiers.disk.namespace import Namespace
+from kvstore.tiers.disk.recovery import held_geometry
 from kvstore.tiers.disk.relocation import Place, Relocated, relocate
 from kvstore.tiers.disk.trust import Trust
 from kvstore.tiers.disk.volume import Job, Use, Volume, warn_of_unreadable
@@ -136,7 +138,54 @@ class DiskTier(Tier):
                 f"segment_bytes = {self._segment_bytes}: a segment must hold at least one chunk "
                 f"of {self._stored_bytes} bytes, so at least {smallest} bytes"
             )
-        epoch = self._standing_epoch()
+        wanted = self._held(wanted)
+        while True:
+            epoch = self._standing_epoch()
+            try:
+                self._open_volumes(wanted, epoch)
+                break
+            except ForeignFileError:
+                # A neighbour may have been reset in between, and left its lane.
+                if self._standing_epoch() == epoch:
+                    raise
+        self.geometry = self.volumes[0].geometry
+        self._region = region
+        self._sequence = max(volume.recovered.sequence for volume in self.volumes)
+        segments = [
+            self._segment(index, number)
+            for index, volume in enumerate(self.volumes)
+            for number in volume.segments
+        ]
+        entries = self._entries()
+        for volume in self.volumes:
+            volume.forget_recovered()
+        return RecoveredTier(
+            name=self.name,
+            medium="disk",
+            entries=entries,
+            segment_slots=self.geometry.slots,
+            segments=sorted(segments),
+            max_segments=max(sum(volume.max_segments for volume in self.volumes), len(segments)),
+            stripes=len(self.volumes),
+            relocation_chunks=max(1, RELOCATION_BYTES // self.geometry.slot_bytes),
+            note_chunks=NOTE_CHUNKS,
+            payload_bytes=self._stored_bytes,
+        )
+
+    def _held(self, wanted: Geometry) -> Geometry:
+        """Return the geometry of segments that are on one of several paths, or else `wanted`.
+
+        A path that is new takes that of the others.
+        """
+        for path in self._paths if len(self._paths) > 1 else ():
+            namespace = self._namespace.establish(path, self.trust)
+            for _, folder in lane_folders(namespace, self.trust):
+                with contextlib.suppress(OSError):
+                    if found := held_geometry(folder, self._namespace.digest, wanted):
+                        return found
+        return wanted
+
+    def _open_volumes(self, wanted: Geometry, epoch: int) -> None:
         try:
             for path in self._paths:
                 volume = Volume(
@@ -166,29 +215,6 @@ class DiskTier(Tier):
         except BaseException:
             self.abandon()
             raise
-        self.geometry = self.volumes[0].geometry
-        self._region = region
-        self._sequence = max(volume.recovered.sequence for volume in self.volumes)
-        segments = [
-            self._segment(index, number)
-            for index, volume in enumerate(self.volumes)
-            for number in volume.segments
-        ]
-        entries = self._entries()
-        for volume in self.volumes:
-            volume.forget_recovered()
-        return RecoveredTier(
-            name=self.name,
-            medium="disk",
-            entries=entries,
-            segment_slots=self.geometry.slots,
-            segments=sorted(segments),
-            max_segments=max(sum(volume.max_segments for volume in self.volumes), len(segments)),
-            stripes=len(self.volumes),
-            relocation_chunks=max(1, RELOCATION_BYTES // self.geometry.slot_bytes),
-            note_chunks=NOTE_CHUNKS,
-            payload_bytes=self._stored_bytes,
-        )
 
     def _standing_epoch(self) -> int:
         """The newest epoch of the namespace, on all paths.

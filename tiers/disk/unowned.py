@@ -25,9 +25,14 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from kvstore.errors import ForeignFileError, KVStoreError
-from kvstore.tiers.disk.lane import Lane, lane_folders, sharing
+from kvstore.tiers.disk.lane import PID_BYTES, Lane, lane_folders, sharing
 from kvstore.tiers.disk.namespace import read_namespace
-from kvstore.tiers.disk.segment import read_header, remove_file, segment_files
+from kvstore.tiers.disk.segment import (
+    read_header,
+    remove_file,
+    remove_leftovers,
+    segment_files,
+)
 from kvstore.tiers.disk.trust import Trust
 from kvstore.types import about
 
@@ -41,8 +46,8 @@ FREE_SECONDS = 3600.0
 LOOK_SECONDS = 600.0
 """How often a process that writes looks for such lanes."""
 
-PAUSE_SEGMENTS, PAUSE_SECONDS = 32, 0.005
-"""After this many removed segments there is a pause, in which a process can take the lane."""
+WORK_SECONDS, PAUSE_SECONDS = 0.02, 0.005
+"""After so much removing there is a pause, in which a process can take the lane."""
 
 _MARK = re.compile(rb"free (\d{1,12})")
 
@@ -93,14 +98,15 @@ class UnownedLanes:
                 self._look_at = time.monotonic() + LOOK_SECONDS
                 self._look()
             held = sum(one.disk_bytes for one in self._spare)
-            tried, self._unfinished = 0, False
+            tried, self._unfinished, paused = 0, False, time.monotonic()
             while self._spare and held > most_bytes:
                 if tried == most_segments:
                     self._unfinished = True
                     return
                 tried += 1
-                if tried % PAUSE_SEGMENTS == 0:
+                if time.monotonic() - paused >= WORK_SECONDS:
                     time.sleep(PAUSE_SECONDS)
+                    paused = time.monotonic()
                 one = self._spare.popleft()
                 held -= one.disk_bytes
                 with contextlib.suppress(OSError, ForeignFileError):
@@ -162,8 +168,10 @@ def _spare_segments(folder: Path, namespace: str, trust: Trust) -> tuple[int, li
         found = [(path.lstat(), path) for _, path in segment_files(folder)]
         if since is None or not found:
             return None
-        newest_ns = max(one.st_mtime_ns for one, _ in found)
-        if time.time() - max(since, newest_ns / 1e9) >= FREE_SECONDS:
+        newest_ns, now = max(one.st_mtime_ns for one, _ in found), time.time()
+        written = newest_ns / 1e9
+        if now - (since if written > now else max(since, written)) >= FREE_SECONDS:
+            remove_leftovers(folder)
             found.sort(key=lambda each: each[0].st_mtime_ns)
             return newest_ns, [_Spare(path, namespace, one.st_blocks * 512) for one, path in found]
     return None
@@ -179,12 +187,13 @@ def _free(folder: Path, trust: Trust) -> Iterator[float | None]:
         if fd is None:
             yield None
             return
-        now, match = time.time(), _MARK.fullmatch(os.pread(fd, 32, 0))
+        now, match = time.time(), _MARK.fullmatch(os.pread(fd, PID_BYTES, 0).rstrip())
         # A clock that was wrong must not keep the lane forever.
         if match is None or int(match[1]) > now:
-            os.ftruncate(fd, 0)
-            os.pwrite(fd, b"free %d" % now, 0)
+            # The epoch that stands behind it stays.
+            os.pwrite(fd, (b"free %d" % now).ljust(PID_BYTES), 0)
             yield now
         else:
+            since, changed = int(match[1]), os.fstat(fd).st_ctime
             # A copy of a cache brings its mark along.
-            yield max(int(match[1]), os.fstat(fd).st_ctime)
+            yield max(since, changed) if changed <= now else since

@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import logging
+import math
 import os
 import threading
 import time
@@ -130,7 +131,8 @@ class Volume:
         self._using = threading.Lock()
         self.trust = trust
         folder = namespace.establish(path, trust)
-        self.lane = Lane.acquire(folder, lane, trust)
+        most = math.inf if capacity_bytes is None else capacity_bytes // wanted.file_bytes
+        self.lane = Lane.acquire(folder, lane, trust, most)
         self.unowned = UnownedLanes(self.lane, trust)
         try:
             self._open(wanted, io)

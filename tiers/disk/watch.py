@@ -13,7 +13,8 @@ import contextlib
 import logging
 import os
 import time
-from collections.abc import Generator, Iterator
+from collections import deque
+from collections.abc import Generator, Iterable, Iterator
 from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
@@ -126,6 +127,7 @@ class Watch:
         self._room = 0
         """Segments that may be opened, so that files are left for the process and its own lane."""
         self._short = False
+        self._wrong: deque[tuple[int, int]] = deque()
 
     @property
     def lanes(self) -> int:
@@ -137,6 +139,19 @@ class Watch:
         watched = self._by_number.get(number)
         return None if watched is None else watched.segment
 
+    def note_wrong(self, number: int, slots: Iterable[int]) -> None:
+        """Note that these slots of a segment did not hold what was known of them. Never waits."""
+        self._wrong.extend((number, slot) for slot in slots)
+
+    def _forget_wrong(self) -> None:
+        """Let the next change of these slots count, also where it brings the same chunk again."""
+        while self._wrong:
+            number, slot = self._wrong.popleft()
+            watched = self._by_number.get(number)
+            if watched is not None and (key := watched.keys[slot]) is not None:
+                watched.keys[slot] = None
+                self._places.change([(key, watched.first + slot)], ())
+
     def look(self) -> Iterator[None]:
         """Bring what is known up to date, in steps of a millisecond or two: others use the
         processor and the thread in between.
@@ -145,18 +160,26 @@ class Watch:
         if self._keys is not None and self._keys.changes != self._keys_seen:
             self._keys_seen = self._keys.changes
             self._look_anew()
+        self._forget_wrong()
+        unread: dict[Path, OSError] = {}
         try:
-            folders = [
-                folder for _, folder in lane_folders(own.parent, self._own.trust) if folder != own
-            ]
+            found = lane_folders(own.parent, self._own.trust, unread)
         except OSError as error:
+            unread = {own.parent: error}
+        for folder, reason in unread.items():
             logger.debug(
-                "cannot follow other lanes: %s",
-                error,
-                extra=about("disk.not_followed", error=error),
+                "cannot follow %s: %s",
+                folder,
+                reason,
+                extra=about("disk.not_followed", path=folder, error=reason),
             )
-            folders = []
-        for folder in self._lanes.keys() - set(folders):
+        if isinstance(unread.get(own.parent), FileNotFoundError):
+            found = []
+        elif own.parent in unread:
+            # What is known may be right all the same: nothing says that it is gone.
+            return
+        folders = [folder for _, folder in found if folder != own]
+        for folder in self._lanes.keys() - set(folders) - unread.keys():
             lane = self._lanes.pop(folder)
             for name in list(lane.segments):
                 yield from self._lose(lane, name)
@@ -193,7 +216,7 @@ class Watch:
         names = [path.name for _, path in segment_files(folder)]
         for name in lane.segments.keys() - set(names):
             yield from self._lose(lane, name)
-        new = len(names) - len(lane.segments)
+        new = len(set(names) - lane.segments.keys())
         if new:
             own = self._own
             spare = SPARE_DESCRIPTORS + 2 * (own.max_segments - len(own.segments))
@@ -283,6 +306,7 @@ class Watch:
         """Forget a segment and what it holds."""
         watched = lane.segments.pop(name)
         del self._by_number[watched.number]
+        self._room += 1
         for at in range(0, len(watched.keys), CHANGES_SLOTS):
             keys = watched.keys[at : at + CHANGES_SLOTS].tolist()
             some = enumerate(keys, watched.first + at)
