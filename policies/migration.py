@@ -8,8 +8,9 @@ from collections.abc import Iterable, Sequence
 
 from kvstore.policies.base import LATER, EvictionPolicy, Protected, UntilLater
 from kvstore.policies.table import OrderedTable
+from kvstore.policies.tenants import Tenants
 
-__all__ = ["Migration", "dismantle"]
+__all__ = ["Migration", "TenantMigration", "dismantle"]
 
 
 class Migration(EvictionPolicy):
@@ -197,3 +198,41 @@ def dismantle(policy: EvictionPolicy, count: int) -> bool:
 
 def _nobody(key: bytes) -> bool:
     return False
+
+
+class TenantMigration(Tenants):
+    """Another policy for each partition takes over while a tier is in use: see `Migration`.
+
+    Attributes:
+        old, new: policies with the same partitions.
+    """
+
+    name = "migration"
+
+    def __init__(self, old: Tenants, new: Tenants) -> None:
+        EvictionPolicy.__init__(self, new.capacity)
+        self.old, self.new = old, new
+        self.clock, self.idle_s, self.places = new.clock, new.idle_s, new.places
+        self.partitions = new.partitions
+        self._moving = [
+            Migration(before.policy, after.policy)
+            for before, after in zip(old.partitions, new.partitions, strict=True)
+        ]
+        for before, after, moving in zip(old.partitions, new.partitions, self._moving, strict=True):
+            after.policy, after.used_at = moving, before.used_at
+        self.effort = old.effort + new.effort
+
+    @property
+    def left(self) -> int:
+        """How many moves of keys are still to come."""
+        return sum(each.left for each in self._moving)
+
+    def go_on(self, count: int) -> int:
+        """Let up to `count` keys go on; returns how many did."""
+        moved = 0
+        for each, partition in zip(self._moving, self.partitions, strict=True):
+            if each.left and moved < count:
+                moved += each.go_on(count - moved)
+            if not each.left:
+                partition.policy = each.new
+        return moved

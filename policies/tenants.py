@@ -29,10 +29,9 @@ from heapq import merge
 from itertools import groupby
 
 from kvstore.policies.base import EvictionPolicy, Protected, UntilLater
-from kvstore.policies.migration import Migration
 from kvstore.policies.shares import OTHERS, TAG_BYTES, Places, Shares, level
 
-__all__ = ["TenantMigration", "Tenants"]
+__all__ = ["Tenants"]
 
 MOST_PLANS = 4
 """How often a search for chunks is planned anew because a partition had fewer than it seemed."""
@@ -297,7 +296,9 @@ class Tenants(EvictionPolicy):
         ask = UntilLater(protected)
         victims: list[tuple[_Partition, list[bytes]]] = []
         exhausted: set[_Partition] = set()
-        short, coming = count, max(count, len(incoming))
+        # No more can come than there is room for, whatever is offered.
+        short, free = count, max(0, self.capacity - len(self))
+        coming = max(count, min(len(incoming), count + free))
         for attempt in range(MOST_PLANS):
             if short <= 0 or ask.later:
                 break
@@ -316,7 +317,8 @@ class Tenants(EvictionPolicy):
                 short -= len(found)
                 if len(found) < wanted:
                     exhausted.add(partition)
-        if short == coming and asker is not None and not (ask.later or len(asker.policy)):
+        nothing = count > 0 and short == count
+        if nothing and asker is not None and not (ask.later or len(asker.policy)):
             # One chunk may be more than its part, where there are few; nobody gets none at all.
             victims += self._take_one(asker, ask, total)
         return victims
@@ -418,41 +420,3 @@ class Tenants(EvictionPolicy):
             return ((at / most, key) for at, key in enumerate(policy.order()))
 
         return (key for _, key in merge(*map(placed, self.parts)))
-
-
-class TenantMigration(Tenants):
-    """Another policy for each partition takes over while a tier is in use: see `Migration`.
-
-    Attributes:
-        old, new: policies with the same partitions.
-    """
-
-    name = "migration"
-
-    def __init__(self, old: Tenants, new: Tenants) -> None:
-        EvictionPolicy.__init__(self, new.capacity)
-        self.old, self.new = old, new
-        self.clock, self.idle_s, self.places = new.clock, new.idle_s, new.places
-        self.partitions = new.partitions
-        self._moving = [
-            Migration(before.policy, after.policy)
-            for before, after in zip(old.partitions, new.partitions, strict=True)
-        ]
-        for before, after, moving in zip(old.partitions, new.partitions, self._moving, strict=True):
-            after.policy, after.used_at = moving, before.used_at
-        self.effort = old.effort + new.effort
-
-    @property
-    def left(self) -> int:
-        """How many moves of keys are still to come."""
-        return sum(each.left for each in self._moving)
-
-    def go_on(self, count: int) -> int:
-        """Let up to `count` keys go on; returns how many did."""
-        moved = 0
-        for each, partition in zip(self._moving, self.partitions, strict=True):
-            if each.left and moved < count:
-                moved += each.go_on(count - moved)
-            if not each.left:
-                partition.policy = each.new
-        return moved

@@ -14,6 +14,7 @@ from __future__ import annotations
 import operator
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterable, Sequence
+from itertools import islice
 
 from kvstore.core.cascade import Cascades
 from kvstore.core.chunk import FILLING, LEAVING, READY, Chunk
@@ -402,7 +403,7 @@ class Demotions:
     def go_on(self) -> None:
         """Remove the chunks that are copied by now. Hits of this step were kept before."""
         moved = 0
-        tries = list(self._leaving.items())[:MOST_TRIES]
+        tries = list(islice(self._leaving.items(), MOST_TRIES))
         for key, order in tries:
             del self._leaving[key]
             chunk = self._pool.chunks.get(key)

@@ -146,14 +146,25 @@ class Pins:
         if not self._expected:
             return
         pool, held = self._pool, self._held
-        room = self._most_rows - len(held)
-        for key in [key for key in keys if key in self._expected][: max(room, 0)]:
+        for key in [key for key in keys if key in self._expected]:
+            if len(held) >= self._most_rows:
+                return
             chunk = pool.chunks.get(key)
             if chunk is not None and chunk.state != FILLING and key not in self._hidden:
                 pool.stay(chunk)
                 pool.pin((chunk,))
                 held[key] = chunk
                 self._expected.discard(key)
+
+    def let_go(self, rows: int) -> bool:
+        """Hold no more than host memory of `rows` may; the chunks that were held last may leave.
+
+        Their pins on tiers stay. Returns whether there were any.
+        """
+        excess = list(self._held)[int(self._share * rows) :]
+        self._pool.unpin([self._held.pop(key) for key in excess])
+        self._expected.update(excess)
+        return bool(excess)
 
     def rows_besides(self, leases: Collection[bytes]) -> int:
         """Return how many rows are pinned, those of `leases` not counted."""

@@ -40,6 +40,9 @@ SHED_AFTER = 0.1
 """Seconds that a request waits, where there are tenants, before chunks leave for it without the
 copies that they wait for."""
 
+LEASES_FOR_ONE = 4
+"""Chunks that are here, whose leases cost a step as much as the fetch of one."""
+
 Grant = tuple[TierView, list[Chunk], list[int]]
 """Chunks to fill from a tier, and the slots to fill them from."""
 
@@ -137,6 +140,7 @@ class Grants:
         for_rows: set[int] = set()
         spoken_for: dict[int, int] = {}
         last: Request | None = None  # of those that wait for rows, and were asked for in this step
+        may: dict[int, int] = {}
         for request in list(self._queue.waiting.values()):
             wanted = len(request.keys) - request.granted
             owner = pool.owner(request.keys)
@@ -149,10 +153,13 @@ class Grants:
                 obtainable = pool.free if pool.policy.shared else pool.obtainable
                 self._room.give_way(min(wanted, pool.rows) - obtainable)
             if wanted and not (owner in blocked and request.needs_rows):
-                if request.waits_for < 0 or self._may_read(request.waits_for):
+                waits_for = request.waits_for
+                if waits_for >= 0:
+                    may = may or self._left()
+                if waits_for < 0 or min(may[waits_for], may[-1]):
                     before, awaited_answer = request.granted, request.awaits_answer
-                    grants += self._grant(request, now)
-                    budget.grant(request.granted - before)
+                    grants += self._grant_some(request, now)
+                    may = {}
                     if request.granted > before:
                         # Waiting for an answer, and then for the chunks it found, is one wait.
                         if not awaited_answer:
@@ -175,6 +182,20 @@ class Grants:
         if last is not None and compute:
             self._leave_to_server(last, now, compute)
         return grants
+
+    def _grant_some(self, request: Request, now: float) -> list[Grant]:
+        """Lease and fetch for a request as much as the step may. Leases cost less than fetches."""
+        grants: list[Grant] = []
+        while True:
+            before = request.granted
+            some = self._grant(request, now)
+            grants += some
+            fetched = sum(len(chunks) for _, chunks, _ in some)
+            leased = request.granted - before - fetched
+            self._budget.grant(fetched + -(-max(0, leased) // LEASES_FOR_ONE))
+            done = fetched or leased <= 0 or request.granted >= len(request.keys)
+            if done or request.short_of_rows or self._budget.granted <= 0:
+                return grants
 
     def ahead(self, request: Request, now: float, *, most: int) -> list[Grant]:
         """Fetch up to `most` next keys of a request that does not wait, as far as rows allow.
@@ -350,10 +371,6 @@ class Grants:
                 plan.reach = position + 1
                 break
         return plan
-
-    def _may_read(self, tier: int) -> bool:
-        left = self._left()
-        return bool(left[tier] and left[-1])
 
     def _left(self) -> dict[int, int]:
         """Return how many more chunks may be under way, by number of the tier; -1 for all tiers."""

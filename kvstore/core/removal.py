@@ -9,6 +9,7 @@ erased. Then it is an ordinary key again.
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
+from itertools import islice
 
 from kvstore.core.chunk import FILLING, LEAVING, READY, Chunk
 from kvstore.core.eviction import Victims
@@ -21,6 +22,9 @@ __all__ = ["Removal", "Removals"]
 
 MOST_TRIES = 256
 """Most keys that one step looks at."""
+
+MOST_ERASED = 4096
+"""Most keys of one erasure, whose end a step takes in."""
 
 
 class Removal:
@@ -127,7 +131,7 @@ class Removals:
 
     def go_on(self) -> None:
         """Free rows and slots that are not in use any more. Hits of this step were kept before."""
-        tries = list(self._places)[:MOST_TRIES]
+        tries = list(islice(self._places, MOST_TRIES))
         leased = [key for key in tries if self._is_pinned(key)]
         if leased:
             self._queue.end_leases(frozenset(leased))
@@ -148,8 +152,10 @@ class Removals:
             records, number = self._records[target.number], target.number
             if records and number not in self._erasing and not target.clearing:
                 self._erasing.add(number)
-                moves.append(Move(NO_MOVE, Op.ERASE, number, list(records)))
-                records.clear()
+                keys = list(islice(records, MOST_ERASED))
+                for key in keys:
+                    del records[key]
+                moves.append(Move(NO_MOVE, Op.ERASE, number, keys))
         return moves
 
     def erased(self, move: Move, completion: Completion) -> None:

@@ -16,8 +16,8 @@ from kvstore.core.residency.index import Index
 from kvstore.core.step_budget import Budget
 from kvstore.core.usage import Chains
 from kvstore.policies.base import EvictionPolicy
-from kvstore.policies.migration import Migration, dismantle
-from kvstore.policies.tenants import TenantMigration, Tenants
+from kvstore.policies.migration import Migration, TenantMigration, dismantle
+from kvstore.policies.tenants import Tenants
 
 __all__ = ["MOST_CHANGES", "Settings"]
 
@@ -123,7 +123,8 @@ class Settings:
         surplus = min(most, self._pool.rows - self._rows)
         if surplus > 0:
             self._room.make(surplus, now, shed_unsaved=False)
-            self._progressed = self._pool.withhold(surplus) > 0
+            # What is pinned gives way once nothing else does.
+            self._progressed = self._pool.withhold(surplus) > 0 or self._pins.let_go(self._rows)
             self._pins.resized()
         if self._replaced:
             if not dismantle(self._replaced[-1], MOST_CHANGES):

@@ -45,6 +45,10 @@ MOST_HINTED = 2**14
 """Most requests with hints; hints of further ones are ignored."""
 
 
+MOST_FORGOTTEN = 1024
+"""Most chunks that a step removes because their keys for tiers were forgotten."""
+
+
 class CoreSteps:
     """The parts of the core, and the steps that drive them.
 
@@ -169,6 +173,8 @@ class CoreSteps:
         self._ended: deque[Completion] = deque()
         # Changes by other processes to their tiers, and how many of the first are taken in.
         self._news: deque[Completion] = deque()
+        # Chunks that are still to be removed for the first of the news.
+        self._forgotten: list[bytes] = []
         self._learned = 0
         self._polled = 0.0
         self._stray = self._deferrals = self._illegal = self._loss_told = 0
@@ -263,20 +269,32 @@ class CoreSteps:
             assert changes is not None
             part = changes.part(self._learned, budget.news)
             self._transfers.complete(replace(news[0], changes=part), self.now)
-            if part.forgotten:
-                self._forget(tuple(part.forgotten))
+            if part.forgotten and not self._forget(tuple(part.forgotten)):
+                # The next step goes on with that.
+                return
             budget.learn(len(part))
             self._learned += len(part)
             if self._learned >= len(changes):
                 self._drop_first()
 
-    def _forget(self, prefixes: tuple[bytes, ...]) -> None:
-        """Remove the chunks of host memory whose keys begin so, wherever they are copied to."""
-        keys = [key for key in self.chunks if key.startswith(prefixes)]
-        if keys:
-            self.remove(keys)
-            text = f"{len(keys)} chunks leave host memory: their keys for tiers were forgotten"
+    def _forget(self, prefixes: tuple[bytes, ...]) -> bool:
+        """Remove some of host memory's chunks whose keys begin so, wherever they are copied to.
+
+        Returns:
+            Whether none is left.
+        """
+        forgotten = self._forgotten
+        if not forgotten:
+            forgotten += (
+                key for key in self.chunks if key.startswith(prefixes) and key not in self.hidden
+            )
+            if not forgotten:
+                return True
+            text = f"{len(forgotten)} chunks leave host memory: their keys for tiers were forgotten"
             self._log(LogLine("host.forgotten", text))
+        self.remove(forgotten[-MOST_FORGOTTEN:])
+        del forgotten[-MOST_FORGOTTEN:]
+        return False
 
     def _drop_first(self) -> None:
         """Drop the first of the news, which is taken in or not needed."""
@@ -284,6 +302,7 @@ class CoreSteps:
         assert changes is not None
         changes.end()
         self._learned = 0
+        self._forgotten.clear()
 
     def flush(self, now: float) -> list[Move]:
         """Return the moves that are due, to be handed to the engine in this order."""

@@ -51,7 +51,7 @@ class Driver:
         """The waiting tasks' futures, each with the deferred request that it waits for, if any."""
         self.closed = False
         self._going_on = False
-        self._stepped = -math.inf
+        self._stepped = self._pumped = -math.inf
         self.on_step: Callable[[float], None] = lambda now: None
 
     def check(self) -> None:
@@ -111,6 +111,7 @@ class Driver:
         if not self.closed:
             self.flush()
         self.wake()
+        self._pumped = time.monotonic()
 
     def wake(self) -> None:
         """Wake waiting tasks, except those whose requests are still deferred."""
@@ -150,7 +151,9 @@ class Driver:
             self._waiters.pop(waiter, None)
         if not woken:
             self.check()
-            if not self.fresh:
+            # One of many that wait is enough: a step of all of them may take longer than the pause.
+            quiet = time.monotonic() - self._pumped >= RECHECK_SECONDS / 2
+            if quiet or self.engine.ended:
                 self.pump()
 
     def _step(self) -> float:

@@ -310,3 +310,27 @@ def test_what_is_cold_leaves_a_tier_first_too() -> None:
     rig.core._demotions.cool(A)
     fill(rig, "x", 4)
     assert [key in rig.core.tiers[0].entries for key in (*A, *B)] == [False] * 4 + [True] * 4
+
+
+def test_what_is_not_there_takes_no_room_from_what_is() -> None:
+    head, tail = chain("p", 4), chain("p", 8, 4)
+    rig = Rig(rows=8, on=[head])
+    rig.put(tail)
+    assert rig.core.pin(head + tail, math.inf) == 8
+    assert rig.stats.pinned_rows == 4
+    fill(rig, "x", 8)
+    assert host_of(rig, tail) == 4
+
+
+def test_host_memory_that_becomes_smaller_than_its_pins_lets_the_last_of_them_go() -> None:
+    rig = alone(rows=16)
+    rig.put(chain("p", 8))
+    assert rig.core.pin(chain("p", 8), math.inf) == 8
+    rig.core.limit_rows(4)
+    for _ in range(20):
+        rig.step(0.1)
+    assert (rig.stats.rows, rig.core.changing, rig.stats.pinned_rows) == (4, 0, 2)
+    assert host_of(rig, chain("p", 2)) == 2
+    grant = rig.core.prepare_store(chain("x", 2), "s")
+    assert grant is not None
+    assert len(grant.rows) == 2

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from kvstore.core.chunk import FILLING
+from kvstore.core.step import DEFAULT_PACE
 from kvstore.types import Op
 from tests.core.rig import Rig, chain
 
@@ -103,3 +104,44 @@ def test_each_tier_has_its_own_share_where_a_prompt_lies_on_both() -> None:
     rig.step()
     assert [len(move.keys) for move in rig.under_way(Op.PROMOTE, 0)] == [12]
     assert [len(move.keys) for move in rig.under_way(Op.PROMOTE, 1)] == [1]
+
+
+def test_one_slow_read_says_little_of_a_thousand_others() -> None:
+    """As the first one after a start: those that wait are not told to compute."""
+    count = 100
+    prompts = [chain(f"w{n}", 2) for n in range(count)]
+    rig = Rig(
+        rows=2 * count,
+        on=[[key for keys in prompts for key in keys]],
+        segment_slots=2 * count,
+        max_wait=30.0,
+    )
+    answers: dict[int, int] = {}
+
+    def ask() -> None:
+        for n, keys in enumerate(prompts):
+            if n not in answers and (found := rig.ask(keys, f"w{n}")) is not None:
+                answers[n] = found
+
+    ask()
+    rig.step(0.4)
+    rig.end(rig.under_way(Op.PROMOTE)[0])
+    for _ in range(100):
+        rig.step(0.01)
+        ask()
+        rig.settle()
+    assert answers == dict.fromkeys(range(count), 2)
+
+
+def test_chunks_that_are_here_are_leased_sooner_than_others_are_fetched() -> None:
+    keys, count = chain("p", 320), 16
+    rig = Rig(rows=1000, on=[keys], segment_slots=400, deadline=60.0, max_wait=60.0)
+    waiting = {f"r{n}" for n in range(count)}
+    steps = 0
+    while waiting:
+        waiting -= {name for name in waiting if rig.ask(keys, name) is not None}
+        rig.step(0.001)
+        for move in list(rig.moves):
+            rig.end(move)
+        steps += 1
+    assert steps <= 320 / DEFAULT_PACE.granted + count * 320 / DEFAULT_PACE.granted / 3 + 4

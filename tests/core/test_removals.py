@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from kvstore.types import Op
+import pytest
+
+from kvstore.types import NO_MOVE, Changes, Completion, Op
 from tests.core.rig import Rig, chain
 
 KEYS = chain("a", 3)
@@ -86,3 +88,48 @@ def test_an_erasure_that_fails_is_told_to_whoever_asked_and_asks_before_it_is_ov
     for removal in (first, second):
         assert removal.done
         assert removal.unerased == [KEYS[1]]
+
+
+def test_chunks_whose_keys_are_forgotten_leave_some_at_a_time_and_then_it_is_told(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("kvstore.core.step.MOST_FORGOTTEN", 2)
+    alice, bob = chain("alice", 5), chain("bob", 3)
+    rig = Rig(rows=16)
+    rig.put(alice)
+    rig.put(bob)
+    rig.settle()
+    told: list[int] = []
+    changes = Changes(
+        forgotten=[b"alice"], on_taken=lambda: told.append(sum(rig.core.contains(alice)))
+    )
+    rig.core.poll(rig.now, [Completion(NO_MOVE, [], changes=changes, tier=0)])
+    assert sum(rig.core.contains(alice)) == 3
+    # What is stored meanwhile leaves, too.
+    more = [b"alice more"]
+    grant = rig.core.prepare_store(more, "w")
+    assert grant is not None
+    rig.core.complete_store(set(grant.keys), "w")
+    rig.core.on_request_finished("w")
+    for _ in range(8):
+        rig.step()
+    assert told == [0]
+    assert changes.taken
+    rig.settle()
+    assert rig.core.contains([*alice, *more, *bob]) == [False] * 6 + [True] * 3
+    assert not set(alice) & set(rig.owned().entries)
+    assert sum("chunks leave host memory" in line for line in rig.log) == 2
+    assert not rig.core.behind
+
+
+def test_an_erasure_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvstore.core.removal.MOST_ERASED", 3)
+    keys = chain("a", 8)
+    rig = Rig(rows=8, on=[keys])
+    removal = rig.core.remove(keys)
+    erased: list[int] = []
+    while not removal.done:
+        erased += [len(move.keys) for move in rig.step() if move.op is Op.ERASE]
+        for move in list(rig.moves):
+            rig.end(move)
+    assert erased == [3, 3, 2]

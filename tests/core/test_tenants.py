@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pytest
+
 from kvstore.core import HostPool
 from kvstore.policies.lru import LRU
 from kvstore.policies.shares import Share, Shares, tenant_keys
@@ -264,3 +266,41 @@ def test_shares_hold_while_a_policy_is_replaced() -> None:
         steps(rig, 0.1)
         assert rig.stats.tenants["a"].host_chunks == 1800
     assert stored > 64
+
+
+@pytest.mark.parametrize("offered", [4, 5, 8, 9, 17, 40])
+def test_a_store_of_more_than_there_is_room_for_gets_what_fits(offered: int) -> None:
+    rig = rig_of(8)
+    rig.put(keys_of("a", "old", 8))
+    while rig.core.unsaved:
+        rig.step(0.1)
+        rig.settle()
+    grant = rig.core.prepare_store(keys_of("b", "new", offered), "s")
+    assert grant is not None
+    assert len(grant.rows) == 4
+
+
+@pytest.mark.parametrize("slots", [1, 2, 3, 4, 8])
+@pytest.mark.parametrize("more", [1, 2, 10])
+def test_a_small_tier_that_is_full_of_others_gets_chunks_too(slots: int, more: int) -> None:
+    held = keys_of("a", "old", slots)
+    shares = Shares({name: Share() for name in "abcdefgh"}, partitions=1)
+    rig = Rig(
+        rows=64,
+        on=[held],
+        segment_slots=slots,
+        tier_policy=Tenants(slots, LRU, shares, lambda: 0.0),
+    )
+    for key in held:
+        rig.core.touch([key])
+    keys = keys_of("b", "new", slots + more)
+    for key in keys:
+        grant = rig.core.prepare_store([key], "s")
+        assert grant is not None
+        rig.core.complete_store(set(grant.keys), "s")
+        rig.core.on_request_finished("s")
+    for _ in range(50):
+        rig.step(0.1)
+        rig.settle()
+    assert not rig.core.unsaved
+    assert any(key in rig.owned().entries for key in keys)

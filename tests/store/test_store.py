@@ -19,12 +19,15 @@ import pytest
 import kvstore
 from kvstore.api.store import COPY_INLINE_BYTES
 from kvstore.core import Core, Pace
+from kvstore.engine.engine import Engine
+from kvstore.engine.loop_steps import RECHECK_SECONDS, Driver
 from kvstore.errors import BlockKeyError, ConfigError, KVStoreError, LeaseEndedError
 from kvstore.policies import registry
 from kvstore.policies.lru import LRU
 from kvstore.policies.table import COMPILED
 from kvstore.tiers import PinnedRegion, Transfer
 from kvstore.tiers.disk import DiskTier
+from kvstore.types import Completion, Move, Op
 from tests.patience import PATIENCE, TOO_LONG, answered_async, until_async
 from tests.store.support import (
     CHUNK,
@@ -953,3 +956,37 @@ async def test_a_store_without_steps_of_its_own_goes_on_until_all_is_done(
             assert [bytes(chunk) for chunk in chunks] == payloads(keys)
         store.release("nobody")
         assert store.stats().timeouts == 0
+
+
+async def test_many_that_wait_cost_the_loop_no_more_than_one(
+    open_store: Open, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each of them looks now and then, and one step is enough for all."""
+    gate, steps = asyncio.Event(), 0
+    perform, step = Engine._perform, Driver._step
+
+    async def slow(self: Engine, move: Move) -> Completion:
+        if move.op is Op.PROMOTE:
+            await gate.wait()
+        return await perform(self, move)
+
+    def counted(self: Driver) -> float:
+        nonlocal steps
+        steps += 1
+        began = step(self)
+        # As long as a step of a thousand takes.
+        time.sleep(0.002)
+        return began
+
+    keys = keys_of("many", 64)
+    async with open_store(rows=128, disk=256) as store:
+        assert await store.put(keys, payloads(keys), durable=True) == 64
+    async with open_store(rows=128, disk=256) as store:
+        monkeypatch.setattr(Engine, "_perform", slow)
+        asking = [asyncio.create_task(store.resolve([key], key.hex())) for key in keys]
+        await asyncio.sleep(0.1)
+        monkeypatch.setattr(Driver, "_step", counted)
+        await asyncio.sleep(0.5)
+        assert steps <= 0.5 / (RECHECK_SECONDS / 2) + 10
+        gate.set()
+        assert await asyncio.gather(*asking) == [1] * 64

@@ -87,6 +87,9 @@ FIRST_PAUSE, LAST_PAUSE = 1.0, 30.0
 STORE_PAUSE = 5.0
 """Seconds without new copies to a tier after a copy to it failed."""
 
+MOST_EXTRAPOLATED = 32
+"""For so many times the chunks whose reads were measured the measured pace counts."""
+
 SLOW_PAUSE = 30.0
 """Seconds without a slow move after which a tier is not slow any more."""
 
@@ -303,7 +306,9 @@ class Health:
             self._watch_writing(
                 now, deadline, in_flight.writing_since if writing else None, messages
             )
-        self.congested = reading * self.pace.per_chunk > max_wait
+        # How long the first chunk took says little of how long a thousand take.
+        measured = reading <= MOST_EXTRAPOLATED * self.pace.chunks
+        self.congested = measured and reading * self.pace.per_chunk > max_wait
         # Moves that ended in this step count by their pace, and may still have to be taken in.
         since = in_flight.reading_since if reading and not heard else None
         if since is not None:
