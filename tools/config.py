@@ -52,6 +52,10 @@ VLLM_NAMES: Mapping[str, Sequence[str | None]] = {
 """What vLLM is told beside these."""
 
 
+OTHERS_NAMES = ("kvstore", "adapter_params")
+"""Below what SGLang, and LMCache, have a configuration."""
+
+
 @dataclass(frozen=True)
 class Line:
     """One value of a configuration, explained.
@@ -79,7 +83,7 @@ def add_config_arguments(parser: argparse.ArgumentParser) -> None:
         "file",
         type=Path,
         nargs="?",
-        help="TOML, or JSON as given to vLLM's --kv-transfer-config; "
+        help="TOML, or JSON as given to vLLM, SGLang or LMCache; "
         "without one, the environment (KVSTORE_CONFIG...)",
     )
     check.add_argument(
@@ -156,9 +160,21 @@ def _read(file: Path | None) -> tuple[Mapping[str, Any], Config]:
         raise ConfigError(f"{file}: cannot be read ({error.strerror})") from error
     except NOT_PARSED as error:
         raise ConfigError(f"{file}: not JSON ({error})") from error
-    if isinstance(values, Mapping) and "kv_connector" in values:
+    if not isinstance(values, Mapping):
+        raise ConfigError(f"{file}: must be a table of keys")
+    if "kv_connector" in values:
         _check_names(file, values)
         values = values.get("kv_connector_extra_config", {})
+    if "secondary_tiers" in values:
+        raise ConfigError(
+            f"{file}: secondary_tiers belong to vLLM's own tiering, which checks them at its start"
+        )
+    for name in OTHERS_NAMES:
+        # What SGLang or LMCache is given.
+        values = values.get(name, values)
+    for key in ("automatic_identity", "fingerprint_weights"):
+        if not isinstance(value := values.get(key, True), bool):
+            raise ConfigError(f"{key} = {value!r}: must be true or false")
     return values, Config.from_mapping(values, ignore=VLLM_KEYS)
 
 
@@ -185,7 +201,9 @@ def explain(values: Mapping[str, Any], config: Config) -> Iterator[Line]:
         prefix = f"tiers[{index}]."
         its: Mapping[str, Any] = said[index] if isinstance(said[index], Mapping) else {}
         if isinstance(tier, TierConfig):
-            yield Line(f"{prefix}type", tier.type, True, warning=_not_created(tier, config))
+            yield Line(f"{prefix}type", tier.type, True)
+            if warning := _not_created(tier, config):
+                yield Line(prefix.rstrip("."), tier.type, True, warning=warning)
             for name, value in tier.parameters.items():
                 yield Line(f"{prefix}{name}", without_passwords(value), True)
         for name, key in keys_of(type(tier)).items():

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import http.client
 import json
+import re
 import socket
 import sys
 from pathlib import Path
@@ -79,10 +80,13 @@ class Client:
         return answer
 
     def _connect(self) -> http.client.HTTPConnection:
-        if not self._where.startswith("http://"):
-            return _UnixConnection(self._where)
+        where = self._where
+        if re.fullmatch(r"(localhost|[\d.]+|\[[\da-fA-F:]+\]):\d+", where):
+            where = f"http://{where}"
+        if not where.startswith("http://"):
+            return _UnixConnection(where)
         try:
-            place = urlsplit(self._where)
+            place = urlsplit(where)
             host, port = place.hostname, place.port
         except ValueError:
             host = port = None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import logging
 import socket
 import sys
@@ -68,7 +69,9 @@ def main() -> int:
             timeout_graceful_shutdown=STOP_SECONDS,
         )
     )
-    server.run()
+    # It has ended in order by then.
+    with contextlib.suppress(KeyboardInterrupt):
+        server.run()
     return 0 if server.started else 1
 
 

@@ -131,6 +131,9 @@ class Chunks(Sequence[memoryview]):
 
     def _misfit(self, size: int, dtype: object, shape: object) -> KVStoreError:
         form = "" if shape is None else f" in the shape {shown(shape)}"
+        if isinstance(dtype, str) and "float" in dtype:
+            # Text is a name of NumPy's, which has no kinds of its own for models.
+            form += "; for a dtype of torch, such as torch.bfloat16, take `tensor`"
         return KVStoreError(f"a chunk of {size} bytes is not of {dtype}{form}")
 
     def __repr__(self) -> str:

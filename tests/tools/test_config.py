@@ -87,6 +87,44 @@ def test_what_vllm_is_given_may_be_checked_as_it_is(
     assert "tiers[0].io_threads" in shown
 
 
+@pytest.mark.parametrize(
+    "around",
+    [
+        {"backend_name": "kvstore", "interface_v1": 1, "kvstore": ...},
+        {"type": "plugin", "class_name": "KVStoreL2Adapter", "adapter_params": ...},
+    ],
+)
+def test_what_sglang_and_lmcache_are_given_may_be_checked_as_it_is(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], around: dict[str, Any]
+) -> None:
+    its = {"host": "1MiB", "disk": str(tmp_path), "disk_bytes": "1GiB"}
+    told = {key: its if value is ... else value for key, value in around.items()}
+    assert main(["config", "check", written(tmp_path, json.dumps(told), "a.json")]) == 0
+    its["host"] = "much"
+    assert main(["config", "check", written(tmp_path, json.dumps(told), "a.json")]) == 2
+    assert "host = 'much'" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("extra", "message"),
+    [
+        ({"automatic_identity": "no"}, "automatic_identity = 'no': must be true or false"),
+        ({"secondary_tiers": []}, "secondary_tiers belong to vLLM's own tiering"),
+    ],
+)
+def test_what_vllm_refuses_is_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], extra: dict[str, Any], message: str
+) -> None:
+    told = {
+        "kv_connector": "KVStoreConnector",
+        "kv_connector_module_path": "kvstore.vllm",
+        "kv_role": "kv_both",
+        "kv_connector_extra_config": {"host": "1MiB", **extra},
+    }
+    assert main(["config", "check", written(tmp_path, json.dumps(told), "vllm.json")]) == 2
+    assert message in capsys.readouterr().err
+
+
 def test_a_folder_that_others_may_write_to_is_told_before_it_is_refused(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -132,7 +170,7 @@ def test_names_that_vllm_would_not_find_are_refused(
         ({"control": '"/tmp/socket"', "control_token_file": '"/nowhere"'},
          "WRONG control_token_file: control_token_file = '/nowhere'"),
         ({"namespace": '"x/y"'}, "WRONG namespace: namespace name 'x/y': allowed are"),
-        ({"tiers": '[{type = "redis", url = "nothing"}]'}, "WRONG tiers[0].type: url"),
+        ({"tiers": '[{type = "redis", url = "nothing"}]'}, "WRONG tiers[0]: url"),
         ({"encryption_keys": '"/nowhere"'}, "WRONG encryption_keys: /nowhere: the keys cannot be"),
         ({"encryption_keys": '"env:NO_KEYS"'}, "WRONG encryption_keys: the variable NO_KEYS"),
     ],
