@@ -6,6 +6,8 @@ frees it on demand.
 
 Allocated memory that was not touched yet still looks free. So a process claims memory before it
 allocates it, with a name in the system's abstract socket namespace, which ends with the process.
+The name tells the limits that the process is under: what others claim below limits of their own, as
+in other containers, counts against the machine's memory alone.
 """
 
 from __future__ import annotations
@@ -26,6 +28,11 @@ WAIT_S = 45.0
 """How long a claim waits for others, which may already have allocated part of their memory."""
 
 PAUSE_S = 0.02
+ROOT = Path("/")
+
+MOST_TOLD = 6
+"""Limits that a claim tells, the innermost first: a name has room for so many."""
+
 ASKING, CLAIM = "kvstore-room", "kvstore-room-of-"
 
 
@@ -46,12 +53,20 @@ def claimed(size: int) -> Iterator[None]:
 def _claim(size: int, *, last: bool) -> contextlib.AbstractContextManager[object] | None:
     """Make a claim; return None if it must wait for the claims of others."""
     with _alone():
-        others = sum(_claims())
-        available = available_bytes()
-        if available is None or size + others <= available:
-            return _named(f"{CLAIM}{size}-{secrets.token_hex(6)}") or contextlib.nullcontext()
-    if size <= available and not last:
+        own = [limit for limit, _ in _limits(ROOT)][:MOST_TOLD]
+        claims = list(_claims())
+        beside = sum(its for its, limits in claims if not (own and limits) or limits & {*own})
+        rooms = [
+            (available_bytes(), beside),
+            (min(_machine(ROOT), default=None), sum(its for its, _ in claims)),
+        ]
+        short = [(room, its) for room, its in rooms if room is not None and size + its > room]
+        if not short:
+            name = f"{CLAIM}{size}-{secrets.token_hex(6)}-{'.'.join(own)}"
+            return _named(name) or contextlib.nullcontext()
+    if not last and all(size <= room for room, _ in short):
         return None
+    available, others = short[0]
     taken = f", and other processes are taking {others}" if others else ""
     raise ConfigError(
         f"host memory of {size} bytes does not fit: {available} bytes are available{taken}"
@@ -80,13 +95,14 @@ def _named(name: str) -> socket.socket | None:
     return holder
 
 
-def _claims() -> Iterator[int]:
+def _claims() -> Iterator[tuple[int, set[str]]]:
+    """Yield what others claim, and the limits that they are under."""
     with contextlib.suppress(OSError):
         for line in Path("/proc/net/unix").read_text().splitlines():
             _, found, rest = line.partition(f"@{CLAIM}")
-            size = rest.partition("-")[0]
+            size, *more = rest.split("-")
             if found and size.isdigit():
-                yield int(size)
+                yield int(size), set(filter(None, more[-1].split("."))) if more[1:] else set()
 
 
 def available_bytes(root: Path = Path("/")) -> int | None:
@@ -95,7 +111,7 @@ def available_bytes(root: Path = Path("/")) -> int | None:
     Args:
         root: root of the file system with ``proc`` and the mounts that it names.
     """
-    rooms = [*_machine(root), *_groups(root)]
+    rooms = [*_machine(root), *(room for _, room in _limits(root))]
     return max(0, min(rooms)) if rooms else None
 
 
@@ -106,8 +122,11 @@ def _machine(root: Path) -> Iterator[int]:
                 yield int(line.split()[1]) * 1024
 
 
-def _groups(root: Path) -> Iterator[int]:
-    """Yield the room below each limit of this process's control groups and their parents."""
+def _limits(root: Path) -> Iterator[tuple[str, int]]:
+    """Yield each limit of this process's control groups and their parents, and the room below it.
+
+    A limit is named by the inode of its folder, which is the same in all containers.
+    """
     for kind, mount, top, group in _hierarchies(root):
         folder = root / mount.lstrip("/")
         inside = group.removeprefix(top.rstrip("/")).strip("/")
@@ -117,7 +136,9 @@ def _groups(root: Path) -> Iterator[int]:
         parts = [part for part in inside.split("/") if part]
         for depth in range(len(parts), -1, -1):
             at = folder.joinpath(*parts[:depth])
-            yield from _room_v1(at) if kind == "cgroup" else _room_v2(at)
+            for room in _room_v1(at) if kind == "cgroup" else _room_v2(at):
+                with contextlib.suppress(OSError):
+                    yield f"{at.stat().st_ino:x}", room
 
 
 def _hierarchies(root: Path) -> Iterator[tuple[str, str, str, str]]:

@@ -328,3 +328,29 @@ def test_a_claim_ends_with_its_process_however_it_ends(monkeypatch: pytest.Monke
         other.wait()
     with headroom.claimed(60):
         pass
+
+
+def test_what_is_claimed_below_another_limit_counts_against_the_machine_alone(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As in containers that share a network: each has memory of its own."""
+    monkeypatch.setattr(headroom, "CLAIM", f"apart-{os.getpid()}-of-")
+    monkeypatch.setattr(headroom, "available_bytes", lambda: 100)
+    monkeypatch.setattr(headroom, "_machine", lambda root: iter([150]))
+    monkeypatch.setattr(headroom, "WAIT_S", 0.1)
+
+    def under(*limits: str) -> None:
+        monkeypatch.setattr(headroom, "_limits", lambda root: ((each, 100) for each in limits))
+
+    under("a1", "f0")
+    with headroom.claimed(80):
+        under("b2", "e0")
+        with headroom.claimed(70):
+            pass
+        with pytest.raises(ConfigError, match="150 bytes are available, .* taking 80"):
+            headroom.claimed(71).__enter__()
+        for limits in (["a1"], ["c3", "f0"], []):
+            # The same limit, one that is around both, and none.
+            under(*limits)
+            with pytest.raises(ConfigError, match="100 bytes are available, .* taking 80"):
+                headroom.claimed(30).__enter__()
