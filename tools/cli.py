@@ -132,7 +132,8 @@ EXAMPLES: Mapping[str, tuple[str, str]] = {
         "configuration.md",
     ),
     "ctl": (
-        "kvstore ctl /run/kvstore.sock status\nkvstore ctl /run/kvstore.sock set host.bytes=32GiB",
+        "kvstore ctl /run/kvstore/ctl.sock status\n"
+        "kvstore ctl /run/kvstore/ctl.sock set host.bytes=32GiB",
         "control.md",
     ),
     "completion": (
