@@ -160,18 +160,19 @@ def _read(file: Path | None) -> tuple[Mapping[str, Any], Config]:
         raise ConfigError(f"{file}: cannot be read ({error.strerror})") from error
     except NOT_PARSED as error:
         raise ConfigError(f"{file}: not JSON ({error})") from error
-    if not isinstance(values, Mapping):
-        raise ConfigError(f"{file}: must be a table of keys")
-    if "kv_connector" in values:
-        _check_names(file, values)
-        values = values.get("kv_connector_extra_config", {})
+    for name in ("", "kv_connector_extra_config", *OTHERS_NAMES):
+        # What vLLM, SGLang or LMCache is given.
+        if name and name in values:
+            values = values[name]
+        if not isinstance(values, Mapping):
+            raise ConfigError(f"{file}: {name or 'it'} must be a table of keys")
+        if "kv_connector" in values:
+            _check_names(file, values)
+            values = {"kv_connector_extra_config": {}, **values}
     if "secondary_tiers" in values:
         raise ConfigError(
             f"{file}: secondary_tiers belong to vLLM's own tiering, which checks them at its start"
         )
-    for name in OTHERS_NAMES:
-        # What SGLang or LMCache is given.
-        values = values.get(name, values)
     for key in ("automatic_identity", "fingerprint_weights"):
         if not isinstance(value := values.get(key, True), bool):
             raise ConfigError(f"{key} = {value!r}: must be true or false")

@@ -46,7 +46,8 @@ class Jobs:
 
     def __init__(self, workers: int) -> None:
         self._workers = workers
-        self._made = 0
+        self.made = 0
+        """How many there were; the next one has that number."""
         self._jobs: dict[int, Job] = {}
         self._users: dict[int, set[int]] = {}
         """Block -> the jobs that use it."""
@@ -61,8 +62,8 @@ class Jobs:
         self, tracked: TrackedRequest, keys: list[bytes], block_ids: list[int], *, is_store: bool
     ) -> Job:
         """Create a job and record the blocks that it uses."""
-        job = Job(self._made, tracked, keys, block_ids, is_store, self._workers)
-        self._made += 1
+        job = Job(self.made, tracked, keys, block_ids, is_store, self._workers)
+        self.made += 1
         self._jobs[job.number] = job
         for block in block_ids:
             self._users.setdefault(block, set()).add(job.number)

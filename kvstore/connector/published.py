@@ -303,12 +303,14 @@ class OffloadingConnectorScheduler(ConnectorScheduler):
         self._workers = spec.num_workers
         self._stored: set[str] = set()
         """Requests that have begun stores and were not reported as sent yet."""
-        self._flushed: deque[set[int]] = deque()
-        """For each step that was not reported, stores that workers end before it computes."""
+        self._flushed: deque[tuple[int, set[int]]] = deque()
+        """For each step that was not reported, its first transfer, and stores that workers end
+        before it computes."""
 
     def build_connector_meta(  # type: ignore[override]
         self, scheduler_output: StepOutputLike
     ) -> OffloadingConnectorMetadata:
+        made = self._jobs.made
         meta = super().build_connector_meta(scheduler_output)
         flush = {
             req_id
@@ -317,9 +319,9 @@ class OffloadingConnectorScheduler(ConnectorScheduler):
         }
         # Nobody reports these stores, which workers end before they compute: they have ended once
         # the step is reported. Until then a tier would copy what is in host memory without them.
-        self._flushed.append(self._stores_of(flush) - meta.store_jobs.keys())
+        self._flushed.append((made, self._stores_of(flush) - meta.store_jobs.keys()))
         if len(self._flushed) > MOST_STEPS:
-            self._all_ended(self._flushed.popleft())
+            self._all_ended(self._flushed.popleft()[1])
         stores = _by_request(meta.store_jobs)
         self._stored.update(stores)
         return OffloadingConnectorMetadata(_by_request(meta.load_jobs), stores, flush)
@@ -332,14 +334,23 @@ class OffloadingConnectorScheduler(ConnectorScheduler):
         """
         sent = set(connector_output.finished_sending or ())
         jobs = self._stores_of(sent)
-        if self._flushed:
-            jobs |= self._flushed.popleft()
         self._stored -= sent
         for req_id in connector_output.finished_recving or ():
             tracked = self._requests.get(req_id)
             if tracked is not None and tracked.loading is not None:
                 jobs.add(tracked.loading)
-        return self._all_ended(jobs)
+        return self._all_ended(jobs | self._flushed_by(max(jobs, default=-1)))
+
+    def _flushed_by(self, job: int) -> set[int]:
+        """Return the stores of steps that are computed if `job` has ended; those of one at least.
+
+        So steps that are not reported leave nothing behind.
+        """
+        flushed = self._flushed
+        ended = flushed.popleft()[1] if flushed else set()
+        while flushed and flushed[0][0] <= job:
+            ended |= flushed.popleft()[1]
+        return ended
 
     def request_finished(
         self, request: RequestLike, block_ids: Any = None

@@ -173,7 +173,6 @@ class Recorder:
         fresh = self.path.with_name(f".{self.path.name}.new")
         fd = os.open(fresh, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
         before, self._file = self._file, io.FileIO(fd, "r+")
-        before.close()
         try:
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
             self._begin()
@@ -185,6 +184,9 @@ class Recorder:
             with contextlib.suppress(OSError):
                 fresh.unlink()
             raise
+        finally:
+            # Last: with it goes the lock of what had the name.
+            before.close()
 
     @staticmethod
     def _take(path: Path) -> tuple[Path, int]:

@@ -153,6 +153,30 @@ def test_a_tier_gets_the_blocks_of_who_was_preempted_once_workers_have_copied_th
     server.scheduler.shutdown()
 
 
+def test_steps_that_are_not_reported_delay_nothing_for_long(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    server = open_server("own", 1, tmp_path)
+    with monkeypatch.context() as silent:
+        silent.setattr(server.scheduler, "update_connector_output", lambda output: None)
+        for _ in range(published.MOST_STEPS):
+            server.step()
+    first = Request("first", list(range(16)))
+    server.serve(first)
+    server.preempt(first)
+    for number in range(2):
+        other = Request(f"other {number}", [7 + number] * 16)
+        assert server.scheduler.get_num_new_matched_tokens(other, 0) == (0, False)
+        server.allocate(other)
+        server.step(other, preempted=["first"] if not number else [])
+        other.num_computed_tokens = 16
+        server.finish(other)
+        # Of what it has stored a report tells which steps are computed.
+        server.step()
+        server.step()
+    assert server.scheduler.get_num_new_matched_tokens(first, 0)[0] == 16
+
+
 def test_blocks_of_who_was_aborted_while_loading_are_written_after_the_load(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -353,6 +353,24 @@ def test_of_a_full_tier_the_coldest_chunks_make_room_for_the_first_copies() -> N
     assert 3 * SLOTS <= len(tier.entries) < 4 * SLOTS
 
 
+def test_a_full_tier_is_rewritten_however_soon_steps_follow_one_another() -> None:
+    rig = sparse(rate=0.0, live=SLOTS, max_segments=4)
+    rig.owned().rewrite(range(4))
+    for _ in range(20_000):
+        for move in rig.step(0.001):
+            if move.op is Op.LIST:
+                held = rig.owned().entries.items()
+                its = [(key, slot) for key, slot in held if slot // SLOTS == move.segment]
+                rig.moves.remove(move)
+                rig.ended.append(Completion(move.id, [], found=its))
+            else:
+                rig.end(move)
+        if not rig.core.changing:
+            break
+    assert (rig.core.changing, rig.core.unrewritten) == (0, 0)
+    assert rig.now < 100.0 + 10.0
+
+
 def test_a_tier_that_can_grow_evicts_nothing_for_copies() -> None:
     rig = sparse(rate=0.0, live=SLOTS, max_segments=6)
     tier = rig.owned()

@@ -122,6 +122,26 @@ def test_chunks_whose_keys_are_forgotten_leave_some_at_a_time_and_then_it_is_tol
     assert not rig.core.behind
 
 
+def test_what_is_forgotten_leaves_host_memory_also_while_the_tier_is_cleared() -> None:
+    rig = Rig(rows=16)
+    rig.core.reset()
+    moves = rig.flush()
+    assert [move.op for move in moves] == [Op.CLEAR]
+    alice = chain("alice", 3)
+    grant = rig.core.prepare_store(alice, "w")
+    assert grant is not None
+    rig.core.complete_store(set(grant.keys), "w")
+    rig.core.on_request_finished("w")
+    changes = Changes(forgotten=[b"alice"])
+    rig.core.poll(rig.now, [Completion(NO_MOVE, [], changes=changes, tier=0)])
+    for _ in range(4):
+        rig.step()
+    assert rig.core.contains(alice) == [False] * 3
+    assert changes.taken
+    rig.settle()
+    assert not rig.owned().entries
+
+
 def test_an_erasure_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("kvstore.core.removal.MOST_ERASED", 3)
     keys = chain("a", 8)

@@ -192,6 +192,23 @@ async def test_a_chunk_that_comes_back_to_the_slot_that_it_had_is_told(
     assert await follower.read(*KEYS) == [True] * SLOTS
 
 
+async def test_what_a_look_finds_while_a_read_fails_stays_known(
+    open_bench: OpenBench, follow: Follow
+) -> None:
+    owner = open_bench()
+    await owner.store(KEYS, ALL)
+    follower = follow()
+    slot = follower.entries[KEYS[0]]
+    await owner.store([key_of(100)], [0])
+    await asyncio.sleep(0.01)
+    await follower.look()
+    # The core had asked for it before.
+    follower.bench.smear([0])
+    assert (await follower.tier.read(KEYS[:1], [slot], [0])).ok == [False]
+    assert not (await follower.look()).gone
+    assert await follower.read(key_of(100)) == [True]
+
+
 async def test_a_segment_whose_name_is_used_again_between_two_looks_is_followed(
     open_bench: OpenBench, follow: Follow
 ) -> None:

@@ -160,6 +160,42 @@ async def test_a_lane_with_more_than_fits_is_taken_where_no_other_is_left(
     assert (again.lane.number, len(again.segments)) == (0, 1)
 
 
+async def test_a_lane_that_cannot_be_used_is_not_taken_because_it_is_the_fullest(
+    folder: Path, open_bench: OpenBench
+) -> None:
+    benches = [open_bench(), open_bench(segments=3)]
+    for _ in range(2):
+        assert (await benches[1].tier.grow())[0] is not None
+    for bench in benches:
+        bench.abandon()
+    (folder / NAMESPACE.name / "lane-1").chmod(0o777)
+    assert disk_of(open_bench()).volumes[0].lane.number == 0
+
+
+async def test_on_all_paths_a_process_takes_the_lane_of_one_number(
+    tmp_path: Path, open_bench: OpenBench
+) -> None:
+    paths = [tmp_path / name for name in "ab"]
+    benches = [open_bench(paths, segments=6) for _ in range(2)]
+    for count, bench in zip((2, 3), benches, strict=True):
+        for _ in range(count):
+            assert (await bench.tier.grow())[0] is not None
+    for bench in benches:
+        bench.abandon()
+    for bench in [open_bench(paths, segments=6) for _ in range(2)]:
+        first, second = disk_of(bench).volumes
+        assert first.lane.number == second.lane.number
+
+
+async def test_a_process_takes_no_size_of_segments_from_one_that_lives(
+    tmp_path: Path, open_bench: OpenBench
+) -> None:
+    paths = [tmp_path / name for name in "ab"]
+    open_bench(paths, segment_bytes=4 * SEGMENT, capacity_bytes=8 * SEGMENT)
+    other = disk_of(open_bench(paths, capacity_bytes=4 * SEGMENT))
+    assert other.geometry.slots == SLOTS
+
+
 @pytest.mark.parametrize("first", ["new", "old"])
 async def test_a_path_that_is_added_takes_the_size_of_segments_on_the_others(
     first: str, tmp_path: Path, open_bench: OpenBench

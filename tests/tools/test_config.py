@@ -105,6 +105,16 @@ def test_what_sglang_and_lmcache_are_given_may_be_checked_as_it_is(
     assert "host = 'much'" in capsys.readouterr().err
 
 
+def test_what_is_no_table_is_refused_by_name(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name in ("kvstore", "adapter_params", "kv_connector_extra_config"):
+        for value in (None, 5, "x"):
+            file = written(tmp_path, json.dumps({name: value}), "a.json")
+            assert main(["config", "check", file]) == 2
+            assert f"{name} must be a table of keys" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("extra", "message"),
     [

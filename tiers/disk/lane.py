@@ -71,17 +71,24 @@ class Lane:
         number: int | None = None,
         trust: Trust = STRICT,
         most: float = math.inf,
+        first: int | None = None,
     ) -> Lane:
         """Own lane `number`, or one that is free: that with the most segments, up to `most`.
 
-        So processes of different capacities, whose owners ended, find lanes of their size. One with
-        more segments is taken only where no other is left.
+        So of processes of different capacities that start again each finds a lane of its size. One
+        with more segments is taken before a new one is made.
+
+        Args:
+            first: tried before others.
 
         Raises:
             LaneBusyError: if the lane, or every lane, is owned by a living process.
             PathUnusableError: if the folder cannot be used, or is not to be trusted.
         """
-        candidates: Iterable[int] = (number,) if number is not None else _in_order(namespace, most)
+        candidates: Iterable[int] = () if number is None else (number,)
+        if number is None:
+            tried = [] if first is None else [first]
+            candidates = dict.fromkeys(tried + _in_order(namespace, trust, most))
         for candidate in candidates:
             folder = namespace / f"lane-{candidate}"
             make_folder(folder, trust, own=True)
@@ -116,16 +123,17 @@ class Lane:
             self._lock = None
 
 
-def _in_order(namespace: Path, most: float) -> list[int]:
-    """Return the numbers of lanes, those first that are to be taken first."""
+def _in_order(namespace: Path, trust: Trust, most: float) -> list[int]:
+    """Return the numbers of lanes, those first that are to be taken first.
+
+    Those that cannot be used come where they would stand if they were empty.
+    """
     held: dict[int, int] = {}
     with contextlib.suppress(OSError):
-        for number, folder in lane_folders(namespace):
-            if number < MAX_LANES:
-                held[number] = 0
-                with contextlib.suppress(OSError):
-                    names = (path.name for path in folder.iterdir())
-                    held[number] = sum(name.startswith("segment-") for name in names)
+        for number, folder in lane_folders(namespace, trust):
+            if number < MAX_LANES and trust.doubt((folder / LOCK_NAME).lstat()) is None:
+                names = (path.name for path in folder.iterdir())
+                held[number] = sum(name.startswith("segment-") for name in names)
     fit = [number for number, count in held.items() if count <= most]
     fit.sort(key=lambda number: (-held[number], number))
     return list(dict.fromkeys([*fit, *held, *range(MAX_LANES)]))

@@ -231,9 +231,10 @@ class PeerLanes(Tier):
             number, first = divmod(slots[extent[0]], SLOTS_PER_SEGMENT)
             for place, (index, one) in enumerate(zip(extent, outcome.ok, strict=True)):
                 ok[index] = one
-                if not one and first + place not in outcome.wrong:
+                if first + place in outcome.wrong:
+                    watch.note_wrong(number, first + place, keys[index])
+                elif not one:
                     unread.add(index)
-            watch.note_wrong(number, outcome.wrong)
             # That an owner rewrote a slot is its right, not an error.
             if not outcome.wrong:
                 told = told or outcome.error

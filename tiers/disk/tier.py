@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import math
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -24,7 +25,7 @@ from kvstore.tiers.coding import Coder
 from kvstore.tiers.disk.epoch import lost_epoch, read_epoch
 from kvstore.tiers.disk.format import Geometry
 from kvstore.tiers.disk.io import IOBackend
-from kvstore.tiers.disk.lane import lane_folders, newest_told
+from kvstore.tiers.disk.lane import newest_told
 from kvstore.tiers.disk.namespace import Namespace
 from kvstore.tiers.disk.recovery import held_geometry
 from kvstore.tiers.disk.relocation import Place, Relocated, relocate
@@ -138,7 +139,6 @@ class DiskTier(Tier):
                 f"segment_bytes = {self._segment_bytes}: a segment must hold at least one chunk "
                 f"of {self._stored_bytes} bytes, so at least {smallest} bytes"
             )
-        wanted = self._held(wanted)
         while True:
             epoch = self._standing_epoch()
             try:
@@ -172,17 +172,17 @@ class DiskTier(Tier):
             payload_bytes=self._stored_bytes,
         )
 
-    def _held(self, wanted: Geometry) -> Geometry:
-        """Return the geometry of segments that are on one of several paths, or else `wanted`.
+    def _held(self, lane: int, wanted: Geometry) -> Geometry:
+        """Return the geometry of a lane's segments on the other paths, or else `wanted`.
 
         A path that is new takes that of the others.
         """
-        for path in self._paths if len(self._paths) > 1 else ():
-            namespace = self._namespace.establish(path, self.trust)
-            for _, folder in lane_folders(namespace, self.trust):
-                with contextlib.suppress(OSError):
-                    if found := held_geometry(folder, self._namespace.digest, wanted):
-                        return found
+        for path in self._paths[1:]:
+            folder = self._namespace.establish(path, self.trust) / f"lane-{lane}"
+            with contextlib.suppress(OSError):
+                found = held_geometry(folder, self._namespace.digest, wanted)
+                if found and found.file_bytes * len(self._paths) <= (self._capacity or math.inf):
+                    return found
         return wanted
 
     def _open_volumes(self, wanted: Geometry, epoch: int) -> None:
@@ -199,6 +199,8 @@ class DiskTier(Tier):
                     trust=self.trust,
                     epoch=epoch,
                     coder=self._coder,
+                    first=self.volumes[0].lane.number if self.volumes else None,
+                    elsewhere=self._held,
                 )
                 self.volumes.append(volume)
                 failed = volume.raise_epoch(epoch) if epoch else 0

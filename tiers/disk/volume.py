@@ -98,6 +98,8 @@ class Volume:
         trust: whose folders and files are taken.
         epoch: chunks of another are not found.
         coder: turns chunks into payloads, where these are sealed or encoded.
+        first: number of the lane that is tried first.
+        elsewhere: returns what geometry a lane without segments is to have.
 
     Raises:
         KVStoreError: if the path cannot be used.
@@ -116,6 +118,8 @@ class Volume:
         trust: Trust,
         epoch: int = 0,
         coder: Coder | None = None,
+        first: int | None = None,
+        elsewhere: Callable[[int, Geometry], Geometry] = lambda lane, wanted: wanted,
     ) -> None:
         self.epoch = epoch
         self.coder = coder
@@ -132,10 +136,11 @@ class Volume:
         self.trust = trust
         folder = namespace.establish(path, trust)
         most = math.inf if capacity_bytes is None else capacity_bytes // wanted.file_bytes
-        self.lane = Lane.acquire(folder, lane, trust, most)
+        self.lane = Lane.acquire(folder, lane, trust, most, first)
         self.unowned = UnownedLanes(self.lane, trust)
         try:
-            self._open(wanted, io)
+            held = held_geometry(self.lane.folder, self._digest, wanted)
+            self._open(held or elsewhere(self.lane.number, wanted), wanted, io)
             self.threads = IOThreads(io_threads, "kvstore-disk")
         except BaseException as error:
             self.close_files()
@@ -154,9 +159,9 @@ class Volume:
                 raise PathUnusableError(told) from error
             raise
 
-    def _open(self, wanted: Geometry, io: str) -> None:
+    def _open(self, geometry: Geometry, wanted: Geometry, io: str) -> None:
         folder = self.lane.folder
-        self.geometry = geometry = held_geometry(folder, self._digest, wanted) or wanted
+        self.geometry = geometry
         capacity = self.capacity_bytes
         if capacity is not None and capacity < geometry.file_bytes:
             way_out = "raise it, or lower segment_bytes if you gave that"

@@ -14,7 +14,7 @@ import logging
 import os
 import time
 from collections import deque
-from collections.abc import Generator, Iterable, Iterator
+from collections.abc import Generator, Iterator
 from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
@@ -127,7 +127,7 @@ class Watch:
         self._room = 0
         """Segments that may be opened, so that files are left for the process and its own lane."""
         self._short = False
-        self._wrong: deque[tuple[int, int]] = deque()
+        self._wrong: deque[tuple[int, int, bytes]] = deque()
 
     @property
     def lanes(self) -> int:
@@ -139,16 +139,17 @@ class Watch:
         watched = self._by_number.get(number)
         return None if watched is None else watched.segment
 
-    def note_wrong(self, number: int, slots: Iterable[int]) -> None:
-        """Note that these slots of a segment did not hold what was known of them. Never waits."""
-        self._wrong.extend((number, slot) for slot in slots)
+    def note_wrong(self, number: int, slot: int, key: bytes) -> None:
+        """Note that a slot of a segment did not hold this chunk. Never waits."""
+        self._wrong.append((number, slot, key))
 
     def _forget_wrong(self) -> None:
         """Let the next change of these slots count, also where it brings the same chunk again."""
         while self._wrong:
-            number, slot = self._wrong.popleft()
+            number, slot, key = self._wrong.popleft()
             watched = self._by_number.get(number)
-            if watched is not None and (key := watched.keys[slot]) is not None:
+            # What another look has found there since counts.
+            if watched is not None and watched.keys[slot] == key:
                 watched.keys[slot] = None
                 self._places.change([(key, watched.first + slot)], ())
 

@@ -343,6 +343,8 @@ class Compactor:
         """Copy the next chunks of the segment that is being emptied."""
         assert self._pending is not None
         count = min(self._batch, int(self._allowance))
+        if count <= 0:
+            return None
         here: list[tuple[bytes, int]] = []
         busy: list[tuple[bytes, int]] = []
         entries, reading = self._index.entries, self._index.reading
