@@ -15,7 +15,7 @@ from kvstore.maintenance.bundle import (
     export_bundle,
     import_bundle,
     places_of,
-    read_chunk,
+    read_whole,
     the_namespace,
 )
 from kvstore.maintenance.payloads import sealer_of
@@ -126,7 +126,8 @@ def run_show(options: argparse.Namespace) -> int:
     if place is None:
         raise KVStoreError(f"{options.path} holds no chunk {key.hex()}")
     sealer = sealer_of(options.keys, namespace.digest)
-    payload, checked = read_chunk(place, sealer), place.proof.checkable(sealer)
+    place, payload = read_whole(place, sealer)
+    checked = place.proof.checkable(sealer)
     told: dict[str, object] = {
         "namespace": namespace.name,
         "segment": str(place.path),

@@ -15,7 +15,7 @@ import json
 import os
 import secrets
 from collections.abc import Callable, Collection, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import compress
 from pathlib import Path
 from typing import Any
@@ -43,7 +43,7 @@ __all__ = [
     "export_bundle",
     "import_bundle",
     "places_of",
-    "read_chunk",
+    "read_whole",
     "the_namespace",
 ]
 
@@ -67,7 +67,10 @@ Progress = Callable[[float, float], object]
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Where a chunk lies on disk, and what its record says of it. Times are ms since 1970."""
+    """Where a chunk lies on disk, and what its record says of it. Times are ms since 1970.
+
+    `older` is another copy, of another lane.
+    """
 
     path: Path
     slot: int
@@ -78,6 +81,7 @@ class Place:
     stored_ms: int
     read_ms: int
     reads: int
+    older: Place | None = None
 
 
 @dataclass
@@ -174,12 +178,26 @@ def places_of(
                     int(record["read_ms"]),
                     int(record["reads"]),
                 )
-                if key not in found or (found[key].stored_ms, found[key].sequence) < (
-                    place.stored_ms,
-                    place.sequence,
-                ):
-                    found[key] = place
-    return dict(sorted(found.items(), key=lambda each: (each[1].stored_ms, each[1].sequence)))
+                if (other := found.get(key)) is not None:
+                    older, newer = sorted((other, place), key=_age)
+                    place = replace(newer, older=replace(older, older=other.older))
+                found[key] = place
+    return dict(sorted(found.items(), key=lambda each: _age(each[1])))
+
+
+def _age(place: Place) -> tuple[int, int]:
+    return place.stored_ms, place.sequence
+
+
+def read_whole(place: Place, sealer: Sealer | None = None) -> tuple[Place, bytes | None]:
+    """The newest copy of a chunk that is whole, and its payload; else the newest, and None."""
+    copy: Place | None = place
+    while copy is not None:
+        payload = read_chunk(copy, sealer)
+        if payload is not None:
+            return copy, payload
+        copy = copy.older
+    return place, None
 
 
 def read_chunk(place: Place, sealer: Sealer | None = None) -> bytes | None:
@@ -274,7 +292,7 @@ def export_bundle(
 def _write(
     out: Any,
     namespace: NamespaceSurvey,
-    found: Mapping[bytes, Place],
+    found: dict[bytes, Place],
     room: int,
     progress: Progress,
 ) -> Exported:
@@ -284,7 +302,9 @@ def _write(
     out.seek(8 + room)
     size = max(1, WRITTEN_AT_ONCE // next(iter(found.values())).size)
     for keys in _batches(list(found), size):
-        payloads = {key: read_chunk(found[key]) for key in keys}
+        payloads: dict[bytes, bytes | None] = {}
+        for key in keys:
+            found[key], payloads[key] = read_whole(found[key])
         kept = _still_there([found[key] for key in keys])
         for key, payload in payloads.items():
             place = found[key]

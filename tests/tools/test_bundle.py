@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -70,6 +71,25 @@ async def test_a_bundle_is_a_safetensors_file_with_its_identity(tmp_path: Path) 
         told = opened.metadata()
     assert json.loads(told["identity"])["model"] == "one"
     assert told["format"] == "kvstore bundle"
+
+
+async def test_of_two_copies_a_whole_one_is_exported_and_shown(tmp_path: Path) -> None:
+    here = tmp_path / "here"
+    namespace = await fill(here)
+    shutil.copytree(namespace / "lane-0", namespace / "lane-1")
+    found = places_of(the_namespace(here))
+    assert all(place.older is not None for place in found.values())
+    place = found[KEYS[0]]
+    with open(place.path, "r+b") as file:
+        file.seek(place.offset)
+        file.write(b"damage")
+    file_of = tmp_path / "bundle.safetensors"
+    done = export_bundle(here, file_of)
+    assert (done.chunks, done.faults) == (len(KEYS), [])
+    assert load_file(str(file_of))[KEYS[0].hex()].tobytes() == payloads(KEYS[:1])[0]
+    told = command("show", str(here), KEYS[0].hex(), "--json")
+    assert (told.returncode, json.loads(told.stdout)["whole"]) == (0, True)
+    assert json.loads(told.stdout)["segment"] != str(place.path)
 
 
 async def test_some_keys_may_be_named_and_a_file_is_not_replaced_unasked(tmp_path: Path) -> None:
