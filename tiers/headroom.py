@@ -14,9 +14,11 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import os
 import secrets
 import socket
 import time
+import weakref
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -29,6 +31,12 @@ WAIT_S = 45.0
 
 PAUSE_S = 0.02
 ROOT = Path("/")
+
+MACHINE = ""
+"""In place of a limit's name."""
+
+NO_LIMIT = 2**62
+"""From here on a limit of version 1 is none."""
 
 MOST_TOLD = 6
 """Limits that a claim tells, the innermost first: a name has room for so many."""
@@ -53,14 +61,15 @@ def claimed(size: int) -> Iterator[None]:
 def _claim(size: int, *, last: bool) -> contextlib.AbstractContextManager[object] | None:
     """Make a claim; return None if it must wait for the claims of others."""
     with _alone():
-        own = [limit for limit, _ in _limits(ROOT)][:MOST_TOLD]
-        claims = list(_claims())
-        beside = sum(its for its, limits in claims if not (own and limits) or limits & {*own})
-        rooms = [
-            (available_bytes(), beside),
-            (min(_machine(ROOT), default=None), sum(its for its, _ in claims)),
+        rooms, claims = list(_rooms(ROOT)), list(_claims())
+        own = [limit for limit, _ in rooms if limit != MACHINE][:MOST_TOLD]
+        # Who tells no limit is under none, or was not asked.
+        beside = [
+            sum(its for its, limits in claims if limit == MACHINE or not limits or limit in limits)
+            for limit, _ in rooms
         ]
-        short = [(room, its) for room, its in rooms if room is not None and size + its > room]
+        each = zip(rooms, beside, strict=True)
+        short = [(room, its) for (_, room), its in each if size + its > room]
         if not short:
             name = f"{CLAIM}{size}-{secrets.token_hex(6)}-{'.'.join(own)}"
             return _named(name) or contextlib.nullcontext()
@@ -86,6 +95,7 @@ def _alone() -> Iterator[None]:
 def _named(name: str) -> socket.socket | None:
     """Return a socket with this name; None if it is taken. Unnamed if names are not supported."""
     holder = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    _names.add(holder)
     try:
         holder.bind(f"\0{name}")
     except OSError as error:
@@ -93,6 +103,18 @@ def _named(name: str) -> socket.socket | None:
             holder.close()
             return None
     return holder
+
+
+_names: weakref.WeakSet[socket.socket] = weakref.WeakSet()
+
+
+def _forget_in_child() -> None:
+    # A forked child must not keep the claims of its parent.
+    for holder in list(_names):
+        holder.close()
+
+
+os.register_at_fork(after_in_child=_forget_in_child)
 
 
 def _claims() -> Iterator[tuple[int, set[str]]]:
@@ -111,8 +133,14 @@ def available_bytes(root: Path = Path("/")) -> int | None:
     Args:
         root: root of the file system with ``proc`` and the mounts that it names.
     """
-    rooms = [*_machine(root), *(room for _, room in _limits(root))]
+    rooms = [room for _, room in _rooms(root)]
     return max(0, min(rooms)) if rooms else None
+
+
+def _rooms(root: Path) -> Iterator[tuple[str, int]]:
+    """Yield the room of the machine, and that below each limit, with its name."""
+    yield from ((MACHINE, room) for room in _machine(root))
+    yield from _limits(root)
 
 
 def _machine(root: Path) -> Iterator[int]:
@@ -179,6 +207,8 @@ def _room_v1(group: Path) -> Iterator[int]:
     if used is None or limit is None:
         return
     stat = _table(group / "memory.stat")
+    if min(limit, stat.get("hierarchical_memory_limit", limit)) >= NO_LIMIT:
+        return
     cache = stat.get("total_inactive_file", 0) + stat.get("total_active_file", 0)
     busy = stat.get("total_dirty", 0) + stat.get("total_writeback", 0)
     # A limit further up may be outside the mounted hierarchy.

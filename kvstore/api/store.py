@@ -595,7 +595,7 @@ class Store:
         try:
             stored = await self._puts.put(keys, sources, prompt.id, wait=wait, durable=durable)
         except BaseException:
-            self._prompts.end(prompt)
+            self._prompts.give_up(prompt)
             raise
         finally:
             self._prompts.returned(prompt)
@@ -701,7 +701,7 @@ class Store:
             rows = self._core.prepare_load(keys, prompt.id)
         except BaseException:
             # Cancelled: chunks that were fetched for this call may leave.
-            self._prompts.end(prompt)
+            self._prompts.give_up(prompt)
             self._prompts.returned(prompt)
             raise
         held.append((prompt, self._core.era))

@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from kvstore.connector.mediums import DeviceLoadStoreSpec, HostLoadStoreSpec, LoadStoreSpec
-from kvstore.errors import KVStoreError
 from kvstore.types import about
 
 if TYPE_CHECKING:
@@ -107,7 +106,7 @@ class HostHandler(OffloadingHandler):
                 moved = copies.load(source, target)
             else:
                 return _refuse(job_id, source, target)
-        except (IndexError, ValueError):
+        except Exception:
             logger.exception("job %d failed", job_id, extra=about("job.failed", job=job_id))
             self._done.append(TransferResult(job_id, False))
             return True
@@ -158,7 +157,7 @@ class CudaHandler(OffloadingHandler):
             ):
                 return _refuse(job_id, source, target)
             ticket = copies.store(device, host) if self._store else copies.load(host, device)
-        except (IndexError, ValueError, RuntimeError, KVStoreError):
+        except Exception:
             logger.exception(
                 "job %d could not begin", job_id, extra=about("job.failed", job=job_id)
             )

@@ -205,6 +205,11 @@ class Prompts:
             self._record(list(prompt.chains.values()), prompt.since)
             prompt.chains = {}
 
+    def give_up(self, prompt: Prompt) -> None:
+        """End a request of which a call was cancelled, unless another call of it is under way."""
+        if prompt.named or prompt.busy <= 1:
+            self.end(prompt)
+
     def release(self, request: str) -> None:
         """End the request of this name."""
         prompt = self._open.get(request)
@@ -373,12 +378,15 @@ class Prompts:
         if more > 0:
             self._no_rest(prompt)
             prompt.keys = [*prompt.keys[:start], *keys]
-            self._keys += more
+            if self._open.get(prompt.id) is prompt:
+                self._keys += more
 
     def _reached(self, prompt: Prompt, count: int) -> None:
         self._no_rest(prompt)
         prompt.reach = count
-        if not prompt.named and count < len(prompt.keys):
+        # One that has ended is found by nobody.
+        found = not prompt.named and self._open.get(prompt.id) is prompt
+        if found and count < len(prompt.keys):
             self._rests.setdefault(prompt.keys[count], {})[prompt.id] = prompt
 
     def _no_rest(self, prompt: Prompt) -> None:

@@ -17,16 +17,26 @@ import threading
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from kvstore.testing.bench import key_of
-from kvstore.tiers.disk.index import IndexFile
+from kvstore.tiers.disk.index import IndexFile, read_index
 from kvstore.tiers.disk.io import IO_BACKENDS, IOBackend, IORequest, Moved, UnderWay
 from kvstore.tiers.disk.io.buffered import BufferedIO
 from tests.patience import PATIENCE
 from tests.tiers.conftest import OpenBench
-from tests.tiers.support import GEOMETRY, SEGMENT, SLOT, SLOTS, lane_bytes, segment_of
+from tests.tiers.support import (
+    GEOMETRY,
+    SEGMENT,
+    SLOT,
+    SLOTS,
+    disk_of,
+    lane_bytes,
+    lane_of,
+    segment_of,
+)
 
 KEYS = [key_of(n) for n in range(SLOTS)]
 ALL = list(range(SLOTS))
@@ -570,3 +580,42 @@ async def test_files_of_a_tier_that_is_abandoned_stay_open_for_a_call_that_uses_
     assert (await reading).ok == [True] * SLOTS
     again = open_bench()
     assert len(again.opening.entries) == SLOTS
+
+
+async def test_a_file_whose_end_tells_of_an_error_is_gone_all_the_same(
+    folder: Path, open_bench: OpenBench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A network file system tells at the close what went wrong with writes before."""
+    bench = open_bench(segments=3)
+    for _ in range(2):
+        assert (await bench.tier.grow())[0] is not None
+    backend = disk_of(bench).volumes[0].backend
+    close = type(backend).close
+
+    def fails(self: Any, fd: int) -> None:
+        close(self, fd)
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    with monkeypatch.context() as patched:
+        patched.setattr(type(backend), "close", fails)
+        for _ in range(2):
+            assert await bench.tier.remove_segment(1) is None
+        bench.abandon()
+        # The surplus of a smaller one.
+        again = open_bench(segments=1)
+        assert len(disk_of(again).volumes[0].segments) == 1
+    assert len(list(lane_of(folder).glob("segment-*"))) == 1
+
+
+async def test_reads_of_a_chunk_are_not_those_of_the_next_one_in_its_slot(
+    folder: Path, open_bench: OpenBench
+) -> None:
+    bench = open_bench()
+    first, second = key_of(1), key_of(2)
+    assert (await bench.store([first], [0])).ok == [True]
+    for _ in range(5):
+        assert await bench.fetch([first], [0]) == [True]
+    assert (await bench.store([second], [0])).ok == [True]
+    await bench.close([(second, 0)])
+    _, live, _ = read_index(segment_of(folder))
+    assert (live.keys(), live.records["reads"].tolist()) == ([second], [0])

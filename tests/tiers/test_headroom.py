@@ -247,9 +247,10 @@ def populate(*args, **more):
 
 kvstore.tiers.pinned.populate = populate
 kvstore.tiers.headroom.ASKING, kvstore.tiers.headroom.CLAIM = f"{folder.name}", f"{folder.name}-of-"
-kvstore.tiers.headroom.available_bytes = lambda: limit - sum(
-    1024 * each.stat().st_size for each in folder.iterdir()
-)
+def rooms(root):
+    yield "", limit - sum(1024 * each.stat().st_size for each in folder.iterdir())
+
+kvstore.tiers.headroom._rooms = rooms
 print("ready", flush=True)
 sys.stdin.readline()
 try:
@@ -298,7 +299,7 @@ CLAIM = """
 import sys
 import kvstore.tiers.headroom
 kvstore.tiers.headroom.CLAIM = sys.argv[1]
-kvstore.tiers.headroom.available_bytes = lambda: 100
+kvstore.tiers.headroom._rooms = lambda root: [("", 100)]
 with kvstore.tiers.headroom.claimed(60):
     print("claimed", flush=True)
     sys.stdin.readline()
@@ -307,7 +308,7 @@ with kvstore.tiers.headroom.claimed(60):
 
 def test_a_claim_ends_with_its_process_however_it_ends(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(headroom, "CLAIM", f"test-{os.getpid()}-of-")
-    monkeypatch.setattr(headroom, "available_bytes", lambda: 100)
+    monkeypatch.setattr(headroom, "_rooms", lambda root: [("", 100)])
     monkeypatch.setattr(headroom, "WAIT_S", 0.1)
     with subprocess.Popen(
         [sys.executable, "-c", CLAIM, headroom.CLAIM],
@@ -330,27 +331,60 @@ def test_a_claim_ends_with_its_process_however_it_ends(monkeypatch: pytest.Monke
         pass
 
 
-def test_what_is_claimed_below_another_limit_counts_against_the_machine_alone(
+def test_what_others_claim_counts_against_the_limits_that_they_are_under(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """As in containers that share a network: each has memory of its own."""
     monkeypatch.setattr(headroom, "CLAIM", f"apart-{os.getpid()}-of-")
-    monkeypatch.setattr(headroom, "available_bytes", lambda: 100)
-    monkeypatch.setattr(headroom, "_machine", lambda root: iter([150]))
     monkeypatch.setattr(headroom, "WAIT_S", 0.1)
 
-    def under(*limits: str) -> None:
-        monkeypatch.setattr(headroom, "_limits", lambda root: ((each, 100) for each in limits))
+    def under(**limits: int) -> None:
+        rooms = [(headroom.MACHINE, 150), *limits.items()]
+        monkeypatch.setattr(headroom, "_rooms", lambda root: rooms)
 
-    under("a1", "f0")
+    under(a1=100, f0=130)
     with headroom.claimed(80):
-        under("b2", "e0")
+        # Another container below the same limit of both.
+        under(b2=100, f0=130)
+        with headroom.claimed(50):
+            pass
+        with pytest.raises(ConfigError, match="130 bytes are available, .* taking 80"):
+            headroom.claimed(51).__enter__()
+        under(b2=100)
         with headroom.claimed(70):
             pass
-        with pytest.raises(ConfigError, match="150 bytes are available, .* taking 80"):
-            headroom.claimed(71).__enter__()
-        for limits in (["a1"], ["c3", "f0"], []):
-            # The same limit, one that is around both, and none.
-            under(*limits)
-            with pytest.raises(ConfigError, match="100 bytes are available, .* taking 80"):
-                headroom.claimed(30).__enter__()
+        for limits in ({"b2": 100}, {}):
+            under(**limits)
+            with pytest.raises(ConfigError, match="150 bytes are available, .* taking 80"):
+                headroom.claimed(71).__enter__()
+        under(a1=100)
+        with pytest.raises(ConfigError, match="100 bytes are available, .* taking 80"):
+            headroom.claimed(30).__enter__()
+
+
+def test_a_limit_of_version_1_that_is_none_is_not_told(machine: Machine) -> None:
+    machine.mount("cgroup", "/docker/c0", options="rw,memory")
+    machine.v1("/docker/c0", 100 * MIB, 0)
+    for group in ("/docker", ""):
+        machine.v1(group, 2**63 - 4096, 0)
+    assert [room for _, room in headroom._limits(machine.root)] == [100 * MIB]
+
+
+def test_a_forked_child_keeps_no_claim_of_its_parent(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(headroom, "CLAIM", f"forked-{os.getpid()}-of-")
+    monkeypatch.setattr(headroom, "WAIT_S", 0.1)
+    monkeypatch.setattr(headroom, "_rooms", lambda root: [(headroom.MACHINE, 100)])
+    ready, go_on = os.pipe()
+    with headroom.claimed(60):
+        child = os.fork()
+        if not child:
+            os.close(go_on)
+            os.read(ready, 1)
+            os._exit(0)
+    try:
+        with headroom.claimed(60):
+            pass
+    finally:
+        os.close(go_on)
+        os.close(ready)
+        os.waitpid(child, 0)

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import logging
+import mmap
 import os
 import subprocess
 import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -19,11 +21,17 @@ import numpy as np
 import pytest
 
 from kvstore.errors import ConfigError
+from kvstore.testing.bench import key_of
 from kvstore.tiers.disk.digest import address, digest
+from kvstore.tiers.disk.extents import Extent, read_extents
 from kvstore.tiers.disk.io import IO_BACKENDS, IOBackend, IORequest, Moved, aio, choose_backend
 from kvstore.tiers.disk.io.base import read_whole
+from kvstore.tiers.disk.io.mapped import MappedIO
+from kvstore.tiers.disk.segment import Segment, read_header
 from kvstore.tiers.pinned import PAGE, PinnedRegion
 from tests.patience import PATIENCE
+from tests.tiers.conftest import OpenBench
+from tests.tiers.support import SLOT, SLOTS, lane_of
 
 try:
     from kvstore.tiers.disk.io import _aio as compiled
@@ -724,3 +732,34 @@ def test_a_mapped_file_may_be_closed_by_the_garbage_collector_at_any_moment(
         closing.start()
         closing.join(PATIENCE)
         assert not closing.is_alive()
+
+
+@pytest.mark.asyncio
+async def test_a_reader_of_a_removed_file_on_a_full_memory_file_system_lives(
+    small_disk: Callable[[int], Path], open_bench: OpenBench
+) -> None:
+    """A page of a mapping that is not there any more would be a signal."""
+    place = small_disk(16 * 2**20)
+    owner = open_bench(place / "cache", io="mmap")
+    keys = [key_of(number) for number in range(SLOTS)]
+    assert all((await owner.store(keys, range(SLOTS))).ok)
+    path = lane_of(place / "cache") / "segment-0.safetensors"
+    follower = Segment.follow(path, read_header(path), MappedIO())
+    page = memoryview(mmap.mmap(-1, SLOT))
+    assert read_extents(follower.backend, [Extent(follower, 0, keys[:1], [page])])[0].ok == [True]
+    assert (await owner.tier.grow())[0] == 1
+    assert await owner.tier.remove_segment(0) is None
+    with open(place / "filler", "wb", buffering=0) as filler, contextlib.suppress(OSError):
+        while filler.write(bytes(4096)):
+            pass
+    assert read_extents(follower.backend, [Extent(follower, 1, keys[1:2], [page])])[0].wrong == [1]
+    # Holes of a copied file are filled before they are written to, or the write fails.
+    hole = place / "hole"
+    hole.touch()
+    os.truncate(hole, 2**16)
+    backend = MappedIO()
+    fd = backend.open(hole)
+    with pytest.raises(OSError, match="No space left"):
+        backend.write(fd, [page], 0)
+    backend.close(fd)
+    follower.close()

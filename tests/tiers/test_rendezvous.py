@@ -223,7 +223,7 @@ def test_who_joins_does_not_ask_for_the_memory_again(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     region = PinnedRegion.shared(name, 1024, PAGE, mappers=2)
-    monkeypatch.setattr(kvstore.tiers.headroom, "available_bytes", lambda: 1024 * PAGE // 2)
+    monkeypatch.setattr(kvstore.tiers.headroom, "_rooms", lambda root: [("", 1024 * PAGE // 2)])
     joined = PinnedRegion.shared(name, 1024, PAGE, mappers=2)
     joined.row(9)[:2] = b"ok"
     assert bytes(region.row(9)[:2]) == b"ok"

@@ -134,7 +134,8 @@ def recover(
                 try:
                     segment.remove()
                 finally:
-                    segment.close()
+                    with contextlib.suppress(OSError):
+                        segment.close()
                 removed.append(segment.path.name)
         newest = max((one.newest for one in found.values()), default=0)
         if epoch is not None and newest > epoch:
@@ -147,7 +148,8 @@ def recover(
                 room -= one.make_whole(room)
             except (ForeignFileError, OSError) as error:
                 unusable.append(Fault.of(one.segment.path, error))
-                found.pop(number).segment.close()
+                with contextlib.suppress(OSError):
+                    found.pop(number).segment.close()
             else:
                 one.erase_damaged()
                 faults += one.faults

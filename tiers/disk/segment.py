@@ -110,9 +110,12 @@ class Segment:
             name = path
             sync_folder(folder)
         except BaseException:
-            os.close(fd)
-            if data >= 0:
-                backend.close(data)
+            # Some file systems cannot remove what is open, or tell at its end what went wrong.
+            with contextlib.suppress(OSError):
+                os.close(fd)
+            with contextlib.suppress(OSError):
+                if data >= 0:
+                    backend.close(data)
             with contextlib.suppress(OSError):
                 name.unlink()
             raise

@@ -291,6 +291,7 @@ class Volume:
                     if not ok and extent.first + slot not in outcome.wrong:
                         job.unread.add(index)
         else:
+            self._forget_reads(extents, outcomes)
             self.lane.touch()
             if self.unowned.due:
                 self._make_room(len(self.segments), UNOWNED_AT_ONCE)
@@ -308,6 +309,13 @@ class Volume:
             [keys[index] for index in indices],
             [region.row(rows[index]) for index in indices],
         )
+
+    def _forget_reads(self, extents: Sequence[Extent], outcomes: Sequence[Outcome]) -> None:
+        """Note that other chunks are in these slots now, which nobody has read."""
+        for extent, outcome in zip(extents, outcomes, strict=True):
+            slots = [extent.first + index for index, ok in enumerate(outcome.ok) if ok]
+            self._reads[extent.segment.number][slots] = 0
+            self._read_ms[extent.segment.number][slots] = 0
 
     def _count_reads(self, extents: Sequence[Extent], outcomes: Sequence[Outcome]) -> None:
         """Count the reads, for the records, and erase records that are wrong."""
@@ -439,7 +447,9 @@ class Volume:
     def remove(self, number: int) -> str | None:
         """Remove a segment's file; why that cannot be, or None. May block."""
         with self._growth:
-            segment = self.segments[number]
+            segment = self.segments.get(number)
+            if segment is None:
+                return None
             with self._using:
                 if self._used.get(number):
                     return f"{segment.path} is in use"
@@ -451,7 +461,9 @@ class Volume:
                 return f"{segment.path} cannot be removed: {error.strerror}"
             del self._reads[number], self._read_ms[number]
             self._used.pop(number, None)
-            segment.close()
+            # A file system may tell only now what went wrong with writes before.
+            with contextlib.suppress(OSError):
+                segment.close()
             return None
 
     def newest_epoch(self) -> int | str:

@@ -9,7 +9,6 @@ calls, which is what a mapping of DAX memory comes to as well.
 from __future__ import annotations
 
 import ctypes
-import fcntl
 import mmap
 import os
 import threading
@@ -29,11 +28,11 @@ MEMORY = {0x01021994, 0x858458F6}
 
 
 class MappedIO(BufferedIO):
-    """Copies between a mapping of the file and host memory, where files are memory.
+    """Copies from host memory to a mapping of the file, where files are memory.
 
-    A mapping belongs to a descriptor and is made at its first use. The size of
-    the file is looked at before every copy, so that one which was cut short is
-    a short read and not a signal.
+    A mapping belongs to a descriptor and is made at its first use. The size of the file is looked
+    at before every copy. Reads are plain calls: its owner may have removed the file, and then a
+    page of the mapping is one that is allocated anew, or a signal.
     """
 
     name = "mmap"
@@ -47,36 +46,20 @@ class MappedIO(BufferedIO):
         self._maps.pop(fd, None)
         os.close(fd)
 
-    def read(self, fd: int, buffers: Sequence[memoryview], offset: int) -> int:
-        mapped = self._pages(fd)
-        if mapped is None:
-            return super().read(fd, buffers, offset)
-        pages, size = mapped
-        done = 0
-        for buffer in buffers:
-            count = max(0, min(len(buffer), size - offset - done))
-            into = np.frombuffer(buffer, np.uint8, count)
-            np.copyto(into, pages[offset + done : offset + done + count])
-            done += count
-            if count < len(buffer):
-                break
-        return done
-
     def write(self, fd: int, buffers: Sequence[memoryview], offset: int) -> None:
         end = offset + sum(len(buffer) for buffer in buffers)
-        mapped = self._pages(fd, end)
-        if mapped is None:
+        pages = self._pages(fd, end)
+        if pages is None:
             super().write(fd, buffers, offset)
             return
-        pages, _ = mapped
         for buffer in buffers:
             np.copyto(pages[offset : offset + len(buffer)], np.frombuffer(buffer, np.uint8))
             offset += len(buffer)
 
-    def _pages(self, fd: int, least: int = 0) -> tuple[Pages, int] | None:
-        """The mapping of the file behind `fd`, and its size now; None where it is not memory.
+    def _pages(self, fd: int, least: int) -> Pages | None:
+        """The mapping of the file behind `fd`; None where it is not memory.
 
-        A shorter file is first extended to `least` bytes.
+        A shorter file is first extended to `least` bytes, and what it lacks is allocated.
         """
         with self._lock:
             if fd not in self._maps:
@@ -89,14 +72,11 @@ class MappedIO(BufferedIO):
                 os.posix_fallocate(fd, 0, least)
                 size = least
             if held[1] < size:
-                writable = fcntl.fcntl(fd, fcntl.F_GETFL) & os.O_ACCMODE == os.O_RDWR
-                mapping = mmap.mmap(
-                    fd,
-                    size,
-                    prot=mmap.PROT_READ | (mmap.PROT_WRITE if writable else 0),
-                )
+                # A hole for which there is no room any more would be a signal, too.
+                os.posix_fallocate(fd, 0, size)
+                mapping = mmap.mmap(fd, size, prot=mmap.PROT_READ | mmap.PROT_WRITE)
                 held = self._maps[fd] = (np.frombuffer(mapping, np.uint8), size)
-        return held[0], size
+        return held[0]
 
 
 _NOTHING: tuple[Pages, int] = (np.zeros(0, np.uint8), -1)
