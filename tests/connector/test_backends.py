@@ -142,3 +142,24 @@ def test_sizes_and_paths_that_nobody_can_have_are_refused_and_nothing_is_left(
     assert not path.exists()
     with pytest.raises(PathUnusableError, match="null byte"):
         MappedFileBackend(1, 4, 4096, f"{path}\0")
+
+
+def test_a_copy_that_finds_no_memory_is_reported_as_failed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    torch = pytest.importorskip("torch")
+    from kvstore.connector.handler import HostHandler
+    from kvstore.device import HostCopies
+    from kvstore.device.layout import pages_of
+
+    rows = np.zeros((4, 4096), np.uint8)
+    copies = HostCopies([pages_of(torch.zeros(4, 4096, dtype=torch.uint8))], rows, 1)
+
+    def no_memory(*_: object) -> int:
+        raise MemoryError
+
+    monkeypatch.setattr(copies, "store", no_memory)
+    handler = HostHandler(copies)
+    assert handler.transfer_async(1, (DeviceLoadStoreSpec([0]), HostLoadStoreSpec([0])))
+    (ended,) = handler.get_finished()
+    assert (ended.job_id, ended.success) == (1, False)

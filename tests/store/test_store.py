@@ -990,3 +990,39 @@ async def test_many_that_wait_cost_the_loop_no_more_than_one(
         assert steps <= 0.5 / (RECHECK_SECONDS / 2) + 10
         gate.set()
         assert await asyncio.gather(*asking) == [1] * 64
+
+
+async def test_a_put_that_is_cancelled_beside_a_get_of_its_prompt_leaves_nothing_of_it(
+    open_store: Open, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without a name both are taken for one request, which goes on as long as either does."""
+    gate, perform = asyncio.Event(), Engine._perform
+
+    async def slow(self: Engine, move: Move) -> Completion:
+        if move.op in (Op.PROMOTE, Op.CASCADE):
+            await gate.wait()
+        return await perform(self, move)
+
+    keys, tail = keys_of("one", 8), keys_of("tail", 30)
+    async with open_store(rows=16, disk=256) as store:
+        assert await store.put(keys, payloads(keys), durable=True) == 8
+        others = keys_of("others", 16)
+        assert await store.put(others, payloads(others), durable=True) == 16
+        monkeypatch.setattr(Engine, "_perform", slow)
+        for _ in range(3):
+            gate.clear()
+            getting = asyncio.create_task(contents(store, keys))
+            await asyncio.sleep(0.02)
+            putting = asyncio.create_task(store.put(keys + tail, payloads(keys + tail)))
+            await asyncio.sleep(0.02)
+            putting.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await putting
+            gate.set()
+            assert await getting == payloads(keys)
+            await store.put(others, payloads(others), durable=True)
+        prompts = store._prompts
+        known = {id(prompt) for prompt in prompts._open.values()}
+        listed = {id(prompt) for its in prompts._rests.values() for prompt in its.values()}
+        assert listed <= known
+        assert prompts._keys == sum(len(prompt.keys) for prompt in prompts._open.values())
