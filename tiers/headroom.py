@@ -63,9 +63,8 @@ def _claim(size: int, *, last: bool) -> contextlib.AbstractContextManager[object
     with _alone():
         rooms, claims = list(_rooms(ROOT)), list(_claims())
         own = [limit for limit, _ in rooms if limit != MACHINE][:MOST_TOLD]
-        # Who tells no limit is under none, or was not asked.
         beside = [
-            sum(its for its, limits in claims if limit == MACHINE or not limits or limit in limits)
+            sum(its for its, under in claims if limit == MACHINE or under is None or limit in under)
             for limit, _ in rooms
         ]
         each = zip(rooms, beside, strict=True)
@@ -117,14 +116,14 @@ def _forget_in_child() -> None:
 os.register_at_fork(after_in_child=_forget_in_child)
 
 
-def _claims() -> Iterator[tuple[int, set[str]]]:
-    """Yield what others claim, and the limits that they are under."""
+def _claims() -> Iterator[tuple[int, list[str] | None]]:
+    """Yield what others claim, and the limits that they are under; None if they do not tell."""
     with contextlib.suppress(OSError):
         for line in Path("/proc/net/unix").read_text().splitlines():
             _, found, rest = line.partition(f"@{CLAIM}")
             size, *more = rest.split("-")
             if found and size.isdigit():
-                yield int(size), set(filter(None, more[-1].split("."))) if more[1:] else set()
+                yield int(size), more[1].split(".") if more[1:] else None
 
 
 def available_bytes(root: Path = Path("/")) -> int | None:

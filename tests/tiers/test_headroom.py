@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import subprocess
 import sys
@@ -360,6 +361,18 @@ def test_what_others_claim_counts_against_the_limits_that_they_are_under(
         under(a1=100)
         with pytest.raises(ConfigError, match="100 bytes are available, .* taking 80"):
             headroom.claimed(30).__enter__()
+    # Who is under no limit takes nothing of anybody's but the machine's.
+    under()
+    with headroom.claimed(80):
+        under(a1=70)
+        with headroom.claimed(70):
+            pass
+    # A release that did not tell.
+    with (
+        headroom._named(f"{headroom.CLAIM}80-token") or contextlib.nullcontext(),
+        pytest.raises(ConfigError, match="70 bytes are available, .* taking 80"),
+    ):
+        headroom.claimed(20).__enter__()
 
 
 def test_a_limit_of_version_1_that_is_none_is_not_told(machine: Machine) -> None:
