@@ -762,4 +762,3 @@ async def test_a_reader_of_a_removed_file_on_a_full_memory_file_system_lives(
     with pytest.raises(OSError, match="No space left"):
         backend.write(fd, [page], 0)
     backend.close(fd)
-    follower.close()
