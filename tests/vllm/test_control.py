@@ -23,6 +23,10 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
     folder = tmp_path_factory.mktemp("control")
     socket, named = "control.sock", folder / "one.json"
     named.write_text(json.dumps({"tokens": prompt(1, LENGTH), "model": "tiny-model"}))
+    # By the time that these have left host memory, those before them are on disk, too.
+    last = folder / "last.json"
+    tokens = prompt(OTHERS[2][0], LENGTH)
+    last.write_text(json.dumps({"tokens": tokens, "model": "tiny-model"}))
 
     def ctl(*words: str) -> list[str]:
         return ["ctl", socket, *words]
@@ -44,8 +48,12 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
             "max_tokens": 6,
             "rounds": [
                 after("first", ONE, ctl("demote", *file)),
+                after("some", OTHERS[:3], ctl("demote", "--file", str(last))),
                 after(
-                    "others", OTHERS, ctl("prefetch", "--dry-run", *file), ctl("prefetch", *file)
+                    "others",
+                    OTHERS[3:],
+                    ctl("prefetch", "--dry-run", *file),
+                    ctl("prefetch", *file),
                 ),
                 after("prefetched", ONE, ctl("remove", *file)),
                 after(
@@ -97,5 +105,6 @@ def test_every_token_is_as_without_a_change(run: Run) -> None:
     (first,) = run.rounds["first"].tokens
     for name in ("prefetched", "removed", "reset"):
         assert run.rounds[name].tokens == [first]
+    others = [*run.rounds["some"].tokens, *run.rounds["others"].tokens]
     for name in ("smaller", "larger"):
-        assert run.rounds[name].tokens == [*run.rounds["others"].tokens, first]
+        assert run.rounds[name].tokens == [*others, first]
