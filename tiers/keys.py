@@ -129,10 +129,11 @@ class KeyRing:
             self._look_later()
 
     def forgotten(self) -> Changes:
-        """Return the tags of tenants whose keys were forgotten since the last call.
+        """Return the tags of tenants whose keys were forgotten since the last call; look if due.
 
         Once the core has removed their chunks, what they store is under the keys of all others.
         """
+        self.poll()
         told = sorted(self._untold)
         self._untold.difference_update(told)
 

@@ -246,12 +246,12 @@ class CoreSteps:
         budget = self._budget
         while ended and budget.absorbed > 0:
             completion = ended.popleft()
-            if completion.changes is not None:
+            changes = completion.changes
+            if changes is not None:
                 # No request waits for these. If the tier is being cleared they are out of date, but
                 # for what is forgotten: that is in host memory, too.
-                changes = completion.changes
                 if self.tiers[completion.tier].clearing and not changes.forgotten:
-                    completion.changes.end()
+                    changes.end()
                 else:
                     self._news.append(completion)
                 continue

@@ -192,7 +192,7 @@ class Prompts:
 
     def end(self, prompt: Prompt) -> None:
         """End a request, or one whose call was cancelled: chunks fetched for it may leave."""
-        if self._open.get(prompt.id) is prompt:
+        if self._is_open(prompt):
             del self._open[prompt.id]
             self._keys -= len(prompt.keys)
             self._no_lookup(prompt)
@@ -223,7 +223,7 @@ class Prompts:
         prompt.busy -= 1
         if prompt.busy:
             return
-        if self._open.get(prompt.id) is not prompt:
+        if not self._is_open(prompt):
             # It had ended before.
             self.end(prompt)
         elif not prompt.named and prompt.reach >= len(prompt.keys):
@@ -354,6 +354,9 @@ class Prompts:
                 found, best = prompt, worth
         return found
 
+    def _is_open(self, prompt: Prompt) -> bool:
+        return self._open.get(prompt.id) is prompt
+
     def _finish(self, prompt: Prompt) -> None:
         self._ending = prompt
         self._core.on_request_finished(prompt.id)
@@ -378,15 +381,14 @@ class Prompts:
         if more > 0:
             self._no_rest(prompt)
             prompt.keys = [*prompt.keys[:start], *keys]
-            if self._open.get(prompt.id) is prompt:
+            if self._is_open(prompt):
                 self._keys += more
 
     def _reached(self, prompt: Prompt, count: int) -> None:
         self._no_rest(prompt)
         prompt.reach = count
         # One that has ended is found by nobody.
-        found = not prompt.named and self._open.get(prompt.id) is prompt
-        if found and count < len(prompt.keys):
+        if not prompt.named and self._is_open(prompt) and count < len(prompt.keys):
             self._rests.setdefault(prompt.keys[count], {})[prompt.id] = prompt
 
     def _no_rest(self, prompt: Prompt) -> None:

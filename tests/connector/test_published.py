@@ -88,19 +88,24 @@ def test_a_server_of_the_published_names_stores_loads_evicts_and_is_told(
     server.scheduler.shutdown()
 
 
+def preempted(server: Server) -> tuple[Request, Request]:
+    """A request that has lost its blocks to another, which was computed in the same step."""
+    first, second = Request("first", list(range(16))), Request("second", [7] * 16)
+    server.serve(first)
+    server.preempt(first)
+    assert server.scheduler.get_num_new_matched_tokens(second, 0) == (0, False)
+    server.allocate(second)
+    server.step(second, preempted=["first"])
+    second.num_computed_tokens = 16
+    return first, second
+
+
 @pytest.mark.parametrize("kind", ["own", "host"])
 def test_blocks_of_who_was_preempted_are_copied_before_they_are_written(
     kind: str, tmp_path: Path
 ) -> None:
     server = open_server(kind, 1, tmp_path)
-    first = Request("first", list(range(16)))
-    server.serve(first)
-    server.preempt(first)
-    second = Request("second", [7] * 16)
-    assert server.scheduler.get_num_new_matched_tokens(second, 0) == (0, False)
-    server.allocate(second)
-    server.step(second, preempted=["first"])
-    second.num_computed_tokens = 16
+    first, second = preempted(server)
     server.finish(second)
     assert server.serve(first) == 16
     server.finish(first)
@@ -130,14 +135,7 @@ def test_a_tier_gets_the_blocks_of_who_was_preempted_once_workers_have_copied_th
 
     monkeypatch.setattr(server.scheduler, "build_connector_meta", slow)
     monkeypatch.setattr(server.scheduler, "update_connector_output", seldom)
-    first = Request("first", list(range(16)))
-    server.serve(first)
-    server.preempt(first)
-    second = Request("second", [7] * 16)
-    assert server.scheduler.get_num_new_matched_tokens(second, 0) == (0, False)
-    server.allocate(second)
-    server.step(second, preempted=["first"])
-    second.num_computed_tokens = 16
+    first, second = preempted(server)
     assert server.serve(first) == 16
     for request in (first, second):
         server.finish(request)

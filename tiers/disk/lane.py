@@ -18,6 +18,7 @@ from typing import NamedTuple
 
 from kvstore.errors import LaneBusyError, PathUnusableError
 from kvstore.tiers.disk.epoch import MAX_EPOCH
+from kvstore.tiers.disk.segment import segment_files
 from kvstore.tiers.disk.trust import ANYBODYS, STRICT, Trust, make_folder
 from kvstore.types import about
 
@@ -132,8 +133,7 @@ def _in_order(namespace: Path, trust: Trust, most: float) -> list[int]:
     with contextlib.suppress(OSError):
         for number, folder in lane_folders(namespace, trust):
             if number < MAX_LANES and trust.doubt((folder / LOCK_NAME).lstat()) is None:
-                names = (path.name for path in folder.iterdir())
-                held[number] = sum(name.startswith("segment-") for name in names)
+                held[number] = len(segment_files(folder))
     fit = [number for number, count in held.items() if count <= most]
     fit.sort(key=lambda number: (-held[number], number))
     return list(dict.fromkeys([*fit, *held, *range(MAX_LANES)]))

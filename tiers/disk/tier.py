@@ -422,10 +422,8 @@ class DiskTier(Tier):
     async def refresh(self) -> Changes:
         """Tell of keys that are not known any more, and of chunks that are sealed with them."""
         sealer, unchecked, epoch = self.sealer, self._unchecked, self.epoch
-        if sealer is not None:
-            sealer.keys.poll()
-            if forgotten := sealer.keys.forgotten():
-                return forgotten
+        if sealer is not None and (forgotten := sealer.keys.forgotten()):
+            return forgotten
         if sealer is not None and sealer.keys.changes != self._keys_seen:
             self._keys_seen, self._unreadable = sealer.keys.changes, 0
             unchecked.clear()

@@ -434,7 +434,7 @@ class Volume:
         # The lock keeps its files open meanwhile.
         with self._growth:
             segment = self.segments.get(number)
-            if segment is None or not (keys.own_ids or not segment.sealed_with(keys.ids())):
+            if segment is None or (segment.sealed_with(keys.ids()) and not keys.own_ids):
                 return []
             live = segment.index.live().of_epoch(self.epoch)
         kept = set(live.readable(keys).slots)

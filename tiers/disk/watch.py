@@ -165,20 +165,15 @@ class Watch:
         unread: dict[Path, OSError] = {}
         try:
             found = lane_folders(own.parent, self._own.trust, unread)
-        except OSError as error:
-            unread = {own.parent: error}
-        for folder, reason in unread.items():
-            logger.debug(
-                "cannot follow %s: %s",
-                folder,
-                reason,
-                extra=about("disk.not_followed", path=folder, error=reason),
-            )
-        if isinstance(unread.get(own.parent), FileNotFoundError):
+        except FileNotFoundError as error:
+            _tell(own.parent, error)
             found = []
-        elif own.parent in unread:
+        except OSError as error:
             # What is known may be right all the same: nothing says that it is gone.
+            _tell(own.parent, error)
             return
+        for folder, reason in unread.items():
+            _tell(folder, reason)
         folders = [folder for _, folder in found if folder != own]
         for folder in self._lanes.keys() - set(folders) - unread.keys():
             lane = self._lanes.pop(folder)
@@ -313,6 +308,15 @@ class Watch:
             some = enumerate(keys, watched.first + at)
             self._places.change([(key, place) for place, key in some if key is not None], ())
             yield
+
+
+def _tell(folder: Path, error: OSError) -> None:
+    logger.debug(
+        "cannot follow %s: %s",
+        folder,
+        error,
+        extra=about("disk.not_followed", path=folder, error=error),
+    )
 
 
 def _lock_ns(folder: Path) -> int:

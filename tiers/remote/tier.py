@@ -192,10 +192,7 @@ class StoreTier(Tier):
 
     async def refresh(self) -> Changes:
         """Tell of keys that are not known any more."""
-        if self._keys is None:
-            return Changes()
-        self._keys.poll()
-        return self._keys.forgotten()
+        return Changes() if self._keys is None else self._keys.forgotten()
 
     async def grow(self) -> tuple[int | None, str | None]:
         return None, "a store has no segments"
