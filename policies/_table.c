@@ -97,12 +97,12 @@ find_in(Table *table, Index index, PyObject *key, uint32_t hash, uint32_t *at)
         return 0;
     }
     uint32_t i = hash & index.mask;
-    for (i = i < index.moved ? index.moved : i;; i++) {
+    i = i < index.moved ? index.moved : i;
+    /* Keys of the last cells may lie in the first ones that are not moved yet. Of those that are
+       left, none may be empty. */
+    for (uint32_t left = index.mask - index.moved + 1; left > 0; left--, i++) {
         if (i > index.mask) {
-            if (index.moved) {
-                return 0;
-            }
-            i = 0;
+            i = index.moved;
         }
         Cell cell = index.cells[i];
         if (cell.place == EMPTY) {
@@ -131,6 +131,7 @@ find_in(Table *table, Index index, PyObject *key, uint32_t hash, uint32_t *at)
         *at = i;
         return 1;
     }
+    return 0;
 }
 
 /* As find_in, over both indexes; *in is the one that has it. */

@@ -37,6 +37,9 @@ _CLASS = (1 << _SHIFT) - 1
 _SAMPLES = 128
 """Residents, and as many ghosts, whose ages are looked at for each estimate."""
 
+_FEWEST_LINKS = 2**16
+"""Links to keys that are not resident, at least: as many chunks as a very long prompt has."""
+
 _SIBLINGS = 64
 """Keys that wait for one and the same parent to come; more are not linked."""
 
@@ -107,7 +110,7 @@ class HitDensity(EvictionPolicy):
         self._expected: OrderedTable[bytes, bytes | None] = OrderedTable()
         # Residents by the key that they follow, which is not resident.
         self._waiting: OrderedTable[bytes, list[bytes]] = OrderedTable()
-        self._links_kept = max(4096, self.capacity // 8)
+        self._links_kept = max(_FEWEST_LINKS, self.capacity // 8)
         self._ends: list[OrderedTable[int, None]] = [
             OrderedTable() for _ in range(self._densities.cells)
         ]
@@ -129,13 +132,17 @@ class HitDensity(EvictionPolicy):
     def link(self, keys: Sequence[bytes], after: bytes | None = None) -> None:
         slots, parents = self._slots, self._parent
         above = _NONE if after is None else slots.get(after, _NONE)
+        missing = []
         for key in keys:
             slot = slots.get(key, _NONE)
             if slot < 0:
-                self._expect(key, after)
+                missing.append((key, after))
             elif above >= 0 and parents[slot] < 0 and above != slot and slot not in self._severed:
                 self._attach(slot, above)
             after, above = key, slot
+        # Of a prompt that is longer than what is kept, the beginning is worth most.
+        for key, follows in reversed(missing):
+            self._expect(key, follows)
 
     def insert(self, key: bytes) -> None:
         now = self._now = self._now + 1

@@ -146,7 +146,7 @@ async def test_a_lane_that_lacks_descriptors_and_cannot_be_listed_is_refused(
     monkeypatch.setattr("kvstore.tiers.disk.volume.allow_descriptors", lambda more, what: None)
     with monkeypatch.context() as patch, descriptors_left(48):
         patch.setattr(os, "listdir", fails)
-        with pytest.raises(PathUnusableError, match="open files; raise the limit"):
+        with pytest.raises(PathUnusableError, match="open files.*raise the limit"):
             async with kvstore.open(config_of(folder, capacity_bytes=8 * CAPACITY)):
                 pass
     async with calling(folder, capacity_bytes=8 * CAPACITY) as caller:

@@ -142,9 +142,23 @@ def test_without_ghosts_it_works_on() -> None:
 
 def test_links_of_keys_that_never_come_are_forgotten() -> None:
     policy = HitDensity(10)
-    for start in range(0, 50_000, 1000):
+    for start in range(0, 100_000, 1000):
         policy.link(keys_of(1000, start))
-    assert len(policy._expected) <= 4096
+    assert len(policy._expected) <= 2**16
+
+
+def test_of_a_prompt_with_more_links_than_are_kept_the_end_leaves_first(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("kvstore.policies.hitdensity._FEWEST_LINKS", 64)
+    policy = HitDensity(400)
+    chains = [chain(name, 150) for name in ("one", "other")]
+    for keys in chains:
+        request(policy, keys)
+    for _ in range(8):
+        policy.evict(10, nobody)
+        kept = [sum(key in policy for key in keys[:64]) for keys in chains]
+        assert kept == [64, 64]
 
 
 def test_slots_are_used_again() -> None:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import gc
+import random
 import subprocess
 import sys
 from collections import OrderedDict
 from collections.abc import Callable
+from itertools import count
 from operator import methodcaller
 from pathlib import Path
 from typing import Any
@@ -134,6 +136,40 @@ def test_keys_that_hash_alike_are_told_apart(acts: list[tuple[int, bool]]) -> No
         else:
             assert table.pop(key, None) == model.pop(key, None)
         assert list(table) == list(model)
+
+
+class Placed:
+    """A key that is looked for from a cell of its own choice on, as the table spreads hashes."""
+
+    def __init__(self, cell: int, number: int) -> None:
+        self.number = number
+        back = pow(0x9E3779B97F4A7C15, -1, 2**64)
+        hashes = (((cell << 32) + each) * back % 2**64 for each in count(number << 16))
+        self.hash = next(each for each in hashes if each < 2**61 - 1)
+
+    def __hash__(self) -> int:
+        return self.hash
+
+    def __eq__(self, other: object) -> bool:
+        return self is other
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_keys_whose_cells_go_around_the_end_are_found_while_the_table_grows(seed: int) -> None:
+    rng = random.Random(seed)
+    # The last cells of the index before, of which many more have keys than there are cells.
+    cells = [2 ** rng.choice((4, 5, 6)) - 1 - rng.randrange(3) for _ in range(3)]
+    table: OrderedTable[Placed, int] = OrderedTable()
+    model: OrderedDict[Placed, int] = OrderedDict()
+    for number in range(140):
+        key = Placed(rng.choice(cells), number)
+        table[key] = model[key] = number
+        if rng.random() < 0.2:
+            gone = rng.choice(list(model))
+            assert table.pop(gone) == model.pop(gone)
+            assert gone not in table
+        assert [table.get(each) for each in model] == list(model.values())
+        assert len(table) == len(model)
 
 
 def test_large_tables_stay_right_while_they_grow_and_churn() -> None:

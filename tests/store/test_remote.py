@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import os
 import time
 from collections.abc import Iterator
@@ -15,9 +16,10 @@ import kvstore
 from kvstore.api.store import Store
 from kvstore.config import Config
 from kvstore.errors import ConfigError
+from kvstore.tiers.remote.directory import DirectoryClient
 from kvstore.tiers.remote.record import RECORD_BYTES
 from tests.patience import PATIENCE, until_async
-from tests.store.support import CHUNK, keys_of, payloads, small
+from tests.store.support import CHUNK, contents, keys_of, payloads, small
 from tests.tiers.remote.servers import RedisServer, redis_server
 
 pytestmark = pytest.mark.asyncio
@@ -161,6 +163,39 @@ async def test_a_value_that_went_bad_is_computed_once_and_is_a_hit_for_everybody
         assert client.get(name) == value
     async with kvstore.open(host(tmp_path, server)) as last, last.get(KEYS[:4]) as chunks:
         assert [bytes(chunk) for chunk in chunks] == payloads(KEYS[:4])
+
+
+async def test_a_value_that_cannot_be_read_costs_no_other_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The store is not away: its other values are served, and the next write replaces this one."""
+    good, bad = keys_of("good", 4), keys_of("bad", 1)
+    directory = {"type": "object", "url": f"file://{tmp_path / 'share'}"}
+    unreadable: set[str] = set()
+    read = DirectoryClient._read
+
+    def failing(self: Any, folder: int, at: str, size: int, name: str) -> Any:
+        if name.endswith(tuple(unreadable)):
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        return read(self, folder, at, size, name)
+
+    monkeypatch.setattr(DirectoryClient, "_read", failing)
+    settings = {**small(tmp_path, 16, disk=0), "tiers": [directory]}
+    async with kvstore.open(settings) as first:
+        for key in good + bad:
+            await first.put([key], payloads([key]))
+        await saved(first)
+    unreadable.add(bad[0].hex())
+    async with kvstore.open(settings) as second:
+        for key in good:
+            assert await contents(second, bad) == []
+            assert await contents(second, [key]) == payloads([key])
+            assert not second.stats().tiers[0].away
+        unreadable.clear()
+        assert await second.put(bad, payloads(bad)) == 1
+        await saved(second)
+    async with kvstore.open(settings) as third:
+        assert await contents(third, bad) == payloads(bad)
 
 
 async def test_what_nobody_has_stored_is_a_miss_after_one_question(

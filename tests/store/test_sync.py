@@ -841,6 +841,8 @@ def test_an_interpreter_that_ends_with_an_open_store_ends_in_peace(
     ended = subprocess.run(
         [
             sys.executable,
+            "-W",
+            "ignore:This process:DeprecationWarning",
             "-c",
             textwrap.dedent(HEAD) + textwrap.dedent(FORGETFUL[way]),
             str(tmp_path / "cache"),

@@ -6,6 +6,7 @@ import json
 import os
 import shutil
 import struct
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -272,6 +273,25 @@ def test_a_model_of_a_hub_is_read_in_its_cache(tmp_path: Path) -> None:
 
     assert found(None) == found("main") == found("a" * 40) == b"1"
     assert found("v2") == found("b" * 40) == b"2"
+
+
+@pytest.mark.parametrize(
+    "find", [adapter_files, lambda name: model_files(Model(name), "auto", None)]
+)
+def test_what_another_hub_holds_is_not_looked_for_in_this_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, find: Callable[..., object]
+) -> None:
+    """With ModelScope, vLLM loads from its cache; that of Hugging Face may hold an older one."""
+    snapshot = tmp_path / "models--org--name" / "snapshots" / "main"
+    snapshot.mkdir(parents=True)
+    for name in ("adapter_config.json", "model.safetensors"):
+        (snapshot / name).write_bytes(b"x")
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+    assert find("org/name")
+    monkeypatch.setenv("VLLM_USE_MODELSCOPE", "True")
+    with pytest.raises(UnreadableError, match="ModelScope"):
+        find("org/name")
+    assert find(str(snapshot))
 
 
 @pytest.mark.parametrize("name", ["s3://bucket/model", "org/never-fetched", "/no/such/folder"])

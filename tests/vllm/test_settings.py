@@ -220,6 +220,24 @@ def test_the_longest_request_counts_where_kv_may_depend_on_it(
     assert differs(identity(512), identity(1024)) == expected
 
 
+@pytest.mark.parametrize("kind", ["longcat_flash_ngram", "qwen4_exp_text"])
+@pytest.mark.parametrize("name", ["eos_token_id", "pad_token_id"])
+def test_ids_of_tokens_count_where_a_model_may_compute_with_them(
+    model: Path, kind: str, name: str
+) -> None:
+    """Models of n-grams end one, or fill it up, with an id of their configuration."""
+
+    def identity(token: int) -> dict[str, Any]:
+        def set_it(config: Any) -> None:
+            text = config.model_config.hf_text_config
+            object.__setattr__(text, "model_type", kind)
+            object.__setattr__(text, name, token)
+
+        return change(model, set_it)
+
+    assert differs(identity(2), identity(7)) == {f"config.{name}"}
+
+
 NEWER = {
     "simple_cpu_offload_num_blocks",
     "trtllm_ragged_backend",

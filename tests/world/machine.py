@@ -215,7 +215,7 @@ class Listener(logging.Handler):
         self.tell: Callable[[str], None] = lambda text: None
 
     def createLock(self) -> None:  # noqa: N802
-        self.lock = None
+        self.lock = contextlib.nullcontext()  # type: ignore[assignment]
 
     def emit(self, record: logging.LogRecord) -> None:
         current = self._kernel.current

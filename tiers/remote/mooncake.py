@@ -121,7 +121,8 @@ class MooncakeTier(StoreTier):
                 "needs the package mooncake: pip install mooncake-transfer-engine on hosts with "
                 "CUDA, mooncake-transfer-engine-non-cuda elsewhere"
             )
-        if not re.fullmatch(r"([\w.-]+|\[[0-9A-Fa-f:.]+\]):\d{1,5}", master):
+        found = re.fullmatch(r"([\w.-]+|\[[0-9A-Fa-f:.]+\]):(\d{1,5})", master)
+        if found is None or not 0 < int(found[2]) < 2**16:
             raise ValueError("master: must be a host and a port, such as cache:50051")
         if protocol not in ("tcp", "rdma"):
             raise ValueError(f"protocol = {protocol!r}: must be tcp or rdma")
@@ -353,7 +354,7 @@ def _own_address(master: str) -> str:
     """
     name, _, port = master.rpartition(":")
     try:
-        with socket.create_connection((name, int(port)), CONNECT_SECONDS) as probe:
+        with socket.create_connection((name.strip("[]"), int(port)), CONNECT_SECONDS) as probe:
             address: str = probe.getsockname()[0]
             return address
     except OSError as error:

@@ -41,6 +41,12 @@ _T = TypeVar("_T")
 _URL = re.compile(r"(s3|gs|az)://[\w.-]+(/[^?#@\s]*)?|file:///+[^/?#][^?#]*")
 _ENDPOINT = re.compile(r"https?://([\w.-]+|\[[0-9A-Fa-f:.]+\])(:\d{1,5})?(/[^?#@\s]*)?")
 
+_VARIABLES = {"s3": "AWS_", "az": "AZURE_"}
+"""How the names of the variables begin that `obstore` reads."""
+
+_REFUSED = re.compile(r"status(?: code)?:? 4(?!08|29)\d\d")
+"""What `obstore` says of an object that is not given: as one whose key is disabled."""
+
 CONNECTIONS = 32
 """Most requests under way at once."""
 
@@ -94,12 +100,9 @@ class ObjectTier(StoreTier):
                 "url: must be s3://bucket/prefix, gs://bucket/prefix, az://container/prefix or "
                 "file:///directory; credentials belong in the environment"
             )
-        if endpoint and not _ENDPOINT.fullmatch(endpoint):
-            raise ValueError(
-                "endpoint: must be http://host:port or https://host:port, optionally with a path; "
-                "credentials belong in the environment"
-            )
         parts = urlsplit(url)
+        _check_endpoint("endpoint", endpoint)
+        _check_environment(_VARIABLES.get(parts.scheme, ""), endpoint)
         if parts.scheme in ("file", "gs") and endpoint:
             raise ValueError(f"endpoint: not allowed with {parts.scheme}://")
         if parts.scheme != "s3" and region:
@@ -160,6 +163,36 @@ class ObjectTier(StoreTier):
             )
         except (BaseError, OSError, ValueError) as error:
             raise ValueError(f"url = {self._url!r}: {_summary(error)}") from error
+
+
+def _check_endpoint(name: str, address: str) -> None:
+    """
+    Raises:
+        ValueError: for what is no address, without showing it.
+    """
+    with contextlib.suppress(ValueError):
+        if not address or (_ENDPOINT.fullmatch(address) and urlsplit(address).port != 0):
+            return
+    raise ValueError(
+        f"{name}: must be http://host:port or https://host:port, optionally with a path; "
+        "credentials belong in the environment, in variables of their own"
+    )
+
+
+def _check_environment(prefix: str, endpoint: str) -> None:
+    """Check what `obstore` takes from the environment, but tells of at its first call, or never.
+
+    Raises:
+        ValueError: names the variable.
+    """
+    for name, value in os.environ.items():
+        if not prefix or not name.startswith(prefix):
+            continue
+        if re.fullmatch(r"\w+_ENDPOINT(_URL)?(_S3)?", name) and not endpoint:
+            _check_endpoint(name, value)
+        # Files that are mounted as secrets often end with one.
+        if name.endswith(("_ID", "_KEY", "_TOKEN", "_SECRET")) and not value.isprintable():
+            raise ValueError(f"{name}: holds a line break, or what is no character")
 
 
 class _Client:
@@ -295,7 +328,7 @@ class _Client:
                 return None
             if size_now <= start:
                 return size_now, memoryview(b"")
-            if isinstance(error.__cause__, PermissionDeniedError):
+            if isinstance(error.__cause__, PermissionDeniedError) or _REFUSED.search(str(error)):
                 # It is told how large the value is: others are given.
                 raise _RefusedError(str(error)) from error
             raise
@@ -318,7 +351,8 @@ class _Client:
                 return await call()
             except FileNotFoundError:
                 raise
-            except (BaseError, OSError, ValueError) as error:
+            except Exception as error:
+                # Of `obstore` also one that stands for a panic.
                 raise StoreError(_summary(error)) from error
 
     async def _together(self, calls: Sequence[Coroutine[Any, Any, _T]]) -> list[_T]:
@@ -342,7 +376,8 @@ class _RefusedError(StoreError):
 def _summary(error: Exception) -> str:
     """Return the first line of an error; the others are debugging details of the client.
 
-    Query strings are removed, because they may contain a signature.
+    Query strings and credentials in URLs are removed, as the former may contain a signature.
     """
     line = re.sub(r"\?[^\s()\"']*", "?...", str(error).strip().partition("\n")[0])
+    line = re.sub(r"//[^/\s@]*@", "//...@", line)
     return f"{type(error).__name__}: {line}"

@@ -16,7 +16,6 @@ from kvstore.tiers.remote.client import (
     SHARED_EPOCH,
     StoreClient,
     StoreError,
-    Unread,
     epoch_of,
 )
 from kvstore.tiers.remote.record import RECORD_BYTES
@@ -112,6 +111,11 @@ class RedisTier(StoreTier):
                 "url: must be redis://host:port/db, rediss://host:port/db or unix:///path?db=0; "
                 f"set name and password in {USERNAME} and {PASSWORD}"
             )
+        for variable in (USERNAME, PASSWORD):
+            try:
+                os.environ.get(variable, "").encode()
+            except UnicodeEncodeError:
+                raise ValueError(f"{variable}: must be UTF-8") from None
         self._url = url
         self._expire_ms = round(expire_s * 1000)
         # Without a limit nothing is listed: what was left expires.
@@ -165,7 +169,8 @@ class _Client:
         lacking = [place for place, known in enumerate(there) if not known]
         options: tuple[Any, ...] = () if replace else ("NX",)
         private = epoch_of(names[0]) != SHARED_EPOCH
-        if expires := self._expire_ms or (PRIVATE_SECONDS * 1000 if private else 0):
+        limits = (self._expire_ms, PRIVATE_SECONDS * 1000 if private else 0)
+        if expires := min(filter(None, limits), default=0):
             options += ("PX", int(expires))
         answers = await self._calls(
             [
@@ -186,9 +191,9 @@ class _Client:
         records: list[bytes | str | None] = []
         answers = await self._calls([("GET", name) for name in names])
         for answer, payload in zip(answers, payloads, strict=True):
-            if isinstance(answer, Exception):
-                records.append(Unread(_fault(answer)))
-                continue
+            if isinstance(answer, Exception) and not str(answer).startswith("WRONGTYPE"):
+                # What it says of one value it would say of all.
+                raise _fault(answer)
             if not isinstance(answer, bytes) or len(answer) != RECORD_BYTES + len(payload):
                 records.append(None if answer is None else b"")
                 continue
@@ -222,6 +227,9 @@ class _Client:
             answers: list[Any] = await pipe.execute(raise_on_error=False)
         except (RedisError, OSError) as error:
             raise _fault(error) from error
+        except Exception as error:
+            # It may have what was sent in its text.
+            raise StoreError(type(error).__name__) from None
         return answers
 
 

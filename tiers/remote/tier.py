@@ -54,6 +54,9 @@ DIGEST_LETTERS = 32
 MOST_CHUNKS = 1024
 """Most chunks of a call that moves them."""
 
+LONGEST_TIMEOUT = 86400.0
+"""Limit of `timeout_s`, in seconds."""
+
 QUESTIONS_AT_ONCE = 4
 """Most questions, and calls that remove values, under way at once."""
 
@@ -98,8 +101,10 @@ class StoreTier(Tier):
     """Whether calls that move payloads fail after `timeout_s`."""
 
     def __init__(self, place: TierPlace, *, timeout_s: float, capacity_bytes: int = 0) -> None:
-        if not 0 < timeout_s < math.inf:
-            raise ValueError(f"timeout_s = {timeout_s}: must be above 0 and finite")
+        if not 0 < timeout_s <= LONGEST_TIMEOUT:
+            raise ValueError(
+                f"timeout_s = {timeout_s}: must be above 0, and {LONGEST_TIMEOUT:g} at most"
+            )
         self._chunk_bytes = place.chunk_bytes
         self._codec = place.codec
         self._payload_bytes = Coder(None, self._codec, self._chunk_bytes).payload_bytes
@@ -250,10 +255,8 @@ class StoreTier(Tier):
         parts = [slice(start, start + size) for start in range(0, len(keys), size)]
         done = Transfer([])
         errors: list[str] = []
-        unread: list[int] = []
 
         def note(batch: Sequence[str | None]) -> None:
-            unread.extend(n for n, error in enumerate(batch, len(done.ok)) if type(error) is Unread)
             done.ok += [error is None for error in batch]
             errors.extend(filter(None, batch))
 
@@ -263,11 +266,9 @@ class StoreTier(Tier):
             await self._loop.run(two_at_once(calls, note))
         except StoreError as fault:
             # Do not try the other batches, which would take as long to fail.
-            left = range(len(done.ok), len(keys))
-            done.ok += [False] * len(left)
-            unread += left
+            done.unread = range(len(done.ok), len(keys))
+            done.ok += [False] * len(done.unread)
             errors.append(str(fault))
-        done.unread = unread
         done.error = error_of(errors[0] if errors else None, done.ok)
         return done
 
@@ -279,6 +280,10 @@ class StoreTier(Tier):
         records = await self._in_turn(
             self._reading, order, payloads, lambda client: client.get(names, payloads)
         )
+        refused = [name for name, it in zip(names, records, strict=True) if type(it) is Unread]
+        if refused:
+            # If the store answers this, those values are at fault, and nothing else is.
+            await self._answer(self._asking, lambda client: client.exists(refused))
         errors: list[str | None] = []
         for key, record, payload, chunk in zip(keys, records, payloads, chunks, strict=True):
             if isinstance(record, bytes):
@@ -287,12 +292,13 @@ class StoreTier(Tier):
                     self._coder.decode(chunk)
             else:
                 errors.append(GONE if record is None else record)
-            if type(errors[-1]) is not Unread:
-                self._bad.pop(key, None)
-                if record is not None and errors[-1] is not None:
-                    self._bad[key] = time.monotonic()
-                if errors[-1] == NO_KEY:
-                    self._keyless.add(key)
+            known = self._bad.pop(key, None)
+            if record is not None and errors[-1] is not None:
+                # One that could not be read is replaced when it is written, and tried once more.
+                once = type(record) is Unread and known is None
+                self._bad[key] = time.monotonic() - BAD_LASTS * once
+            if errors[-1] == NO_KEY:
+                self._keyless.add(key)
         for _ in range(len(self._bad) - MOST_BAD):
             del self._bad[next(iter(self._bad))]
         if len(self._keyless) > MOST_BAD:

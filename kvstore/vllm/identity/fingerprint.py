@@ -230,6 +230,9 @@ def _local(name: str, revision: str | None, download_dir: str | None) -> Path:
         raise UnreadableError(f"{name}: not on this machine")
     if os.path.exists(name):
         return Path(name)
+    if os.environ.get("VLLM_USE_MODELSCOPE", "").strip().lower() in ("1", "true"):
+        # What the cache of the Hugging Face hub has under that name is not what vLLM loads.
+        raise UnreadableError(f"{name}: in ModelScope's cache")
     snapshot = _hub_snapshot(name, revision, download_dir)
     if snapshot is None:
         raise UnreadableError(f"{name}: neither a folder nor in the model hub's cache")

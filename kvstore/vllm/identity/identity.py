@@ -39,6 +39,7 @@ from kvstore.vllm.identity.settings import (
     PLAIN_MODELS,
     PLAIN_ROPE,
     SECTIONS_IGNORED,
+    TOKEN_IDS,
     WITHOUT_DRAFT,
 )
 
@@ -141,16 +142,25 @@ def _add_configuration(facts: dict[str, Any], section: str, model: Any) -> None:
     text = getattr(model, "hf_text_config", None)
     if text is not None and text is not model.hf_config:
         told = {**told, "text": plain(text, section)}
+    ignored = HF_IGNORED | TOKEN_IDS if _is_plain(model) else HF_IGNORED
     for name, value in told.items():
-        if name not in HF_IGNORED:
+        if name not in ignored:
             facts[f"{section}.{name}"] = value
+
+
+def _is_plain(model: Any) -> bool:
+    return getattr(_text_config(model), "model_type", None) in PLAIN_MODELS
+
+
+def _text_config(model: Any) -> Any:
+    return getattr(model, "hf_text_config", None) or model.hf_config
 
 
 def _length_matters(model: Any) -> bool:
     """Whether the KV depends on the longest request that is allowed, for all we know."""
-    config = getattr(model, "hf_text_config", None) or model.hf_config
-    if getattr(config, "model_type", None) not in PLAIN_MODELS:
+    if not _is_plain(model):
         return True
+    config = _text_config(model)
     kinds = _rope_kinds(getattr(config, "rope_parameters", None))
     kinds |= _rope_kinds(getattr(config, "rope_scaling", None))
     return not kinds <= PLAIN_ROPE

@@ -31,13 +31,15 @@ MODEL_IGNORED = _names(
 HF_IGNORED = _names(
     """
     _name_or_path name_or_path _commit_hash transformers_version torch_dtype dtype use_cache
-    return_dict output_attentions output_hidden_states bos_token_id eos_token_id pad_token_id
-    sep_token_id decoder_start_token_id max_length min_length do_sample temperature top_k top_p
-    typical_p num_beams num_return_sequences repetition_penalty id2label label2id problem_type
-    task_specific_params finetuning_task tokenizer_class prefix
+    return_dict output_attentions output_hidden_states max_length min_length do_sample
+    temperature top_k top_p typical_p num_beams num_return_sequences repetition_penalty
+    id2label label2id problem_type task_specific_params finetuning_task tokenizer_class prefix
     """
 )
 """Of the model's own configuration: generation, labels and what vLLM has resolved itself."""
+
+TOKEN_IDS = _names("bos_token_id eos_token_id pad_token_id sep_token_id decoder_start_token_id")
+"""Of the model's own configuration: for generation, but models of n-grams compute with them."""
 
 CACHE_IGNORED = _names(
     """
@@ -168,7 +170,8 @@ PLAIN_MODELS = _names(
     gpt_oss phi olmo2 granite starcoder2
     """
 )
-"""Models and kinds of RoPE whose KV does not depend on the longest request that is allowed."""
+"""Models and kinds of RoPE whose KV does not depend on the longest request that is allowed; no
+such model computes with `TOKEN_IDS` either."""
 
 LORA_IGNORED = _names(
     """

@@ -377,12 +377,12 @@ async def test_an_object_that_cannot_be_read_fails_alone(monkeypatch: pytest.Mon
     payloads = [bytes([number]) * 100 for number in range(3)]
     records = [bytes([number]) * RECORD_BYTES for number in range(3)]
     assert await client.put(names, records, [memoryview(one) for one in payloads]) == [None] * 3
-    real, away = obstore.get_async, False
+    real, away, said = obstore.get_async, False, "storage class"
     fault: type[Exception] = PermissionDeniedError
 
     async def get(store: Any, name: str, **more: Any) -> Any:
         if name == names[1]:
-            raise fault("The operation is not valid for the object's storage class")
+            raise fault(f"The operation is not valid for the object's {said}")
         return await real(store, name, **more)
 
     async def head(store: Any, name: str) -> Any:
@@ -400,8 +400,14 @@ async def test_an_object_that_cannot_be_read_fails_alone(monkeypatch: pytest.Mon
     assert "storage class" in found[1]
     assert not isinstance(found[1], Unread)
     assert [bytes(into[at]) for at in (0, 2)] == [payloads[0], payloads[2]]
-    # What is not the value's own fault says nothing of it.
+    # A service that has lost the value's key says so with a status of its own.
     fault = GenericError
+    said = "Server returned non-2xx status code: 400 Bad Request: KMS.DisabledException"
+    found = await client.get(names, [memoryview(one) for one in into])
+    assert [found[0], found[2]] == [records[0], records[2]]
+    assert said in str(found[1])
+    # What is not the value's own fault says nothing of it.
+    said = "storage class"
     with pytest.raises(StoreError, match="storage class"):
         await client.get(names, [memoryview(one) for one in into])
     away = True

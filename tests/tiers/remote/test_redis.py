@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import subprocess
 import time
@@ -111,6 +112,47 @@ async def test_a_password_comes_from_the_environment_and_is_shown_nowhere(
         await bench.close()
 
 
+def test_a_password_that_cannot_be_sent_is_refused_and_not_shown(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As one in Latin-1. Python would tell all of it."""
+    monkeypatch.setenv(PASSWORD, os.fsdecode(b"s3cr\xfct"))
+    with pytest.raises(ValueError, match=f"^{PASSWORD}: must be UTF-8$"):
+        RedisTier(PLACE, url="redis://127.0.0.1:1/0")
+
+
+@pytest.mark.asyncio
+async def test_a_value_of_another_kind_is_replaced_and_costs_no_other_one(
+    starting: Starting,
+) -> None:
+    with starting() as server, redis.Redis(port=server.port) as client:
+        bench = await bench_of(RedisTier(PLACE, url=server.url))
+        keys = [key_of(number) for number in range(3)]
+        await bench.store(keys, [0] * 3)
+        (name,) = client.keys(f"*/{keys[1].hex()}")
+        client.delete(name)
+        client.rpush(name, "a list")
+        told = await bench.tier.read(keys, [0] * 3, list(range(3)))
+        assert told.ok == [True, False, True]
+        assert list(told.unread) == []
+        await bench.store(keys, [0] * 3)
+        assert await bench.fetch(keys, [0] * 3) == [True] * 3
+        await bench.close()
+
+
+@pytest.mark.asyncio
+async def test_what_is_private_expires_within_a_week_however_long_the_rest_may_stay(
+    starting: Starting,
+) -> None:
+    with starting() as server, redis.Redis(port=server.port) as client:
+        bench = await bench_of(RedisTier(PLACE, url=server.url, expire_s=1e8))
+        await bench.store([key_of(0)], [0])
+        await bench.tier.clear()
+        await bench.store([key_of(0)], [0])
+        assert sorted(client.ttl(name) > 1e6 for name in client.keys("*")) == [False, True]
+        await bench.close()
+
+
 @pytest.mark.asyncio
 async def test_a_server_that_is_full_refuses_and_still_serves(starting: Starting) -> None:
     with starting("--maxmemory", "3mb", "--maxmemory-policy", "noeviction") as full:
@@ -203,7 +245,19 @@ def certified(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Calla
         assert not done.returncode, done.stderr
 
     key = ("-newkey", "rsa:2048", "-nodes", "-days", "2")
-    openssl("req", "-x509", *key, "-keyout", "ca.key", "-out", "ca.crt", "-subj", "/CN=kvstore")
+    openssl(
+        "req",
+        "-x509",
+        *key,
+        "-keyout",
+        "ca.key",
+        "-out",
+        "ca.crt",
+        "-subj",
+        "/CN=kvstore",
+        "-addext",
+        "keyUsage=critical,keyCertSign,cRLSign",
+    )
     monkeypatch.setenv("SSL_CERT_FILE", str(tmp_path / "ca.crt"))
 
     def start(name: str) -> str:

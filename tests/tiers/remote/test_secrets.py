@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 from kvstore.config import Config
 from kvstore.plugins import create_tier
+from kvstore.tiers.remote.object import ObjectTier
 from kvstore.tiers.remote.tier import StoreTier
 from kvstore.types import TierPlace
 
@@ -76,6 +77,26 @@ def told(tier: Any) -> str:
         return "".join(traceback.format_exception(error, limit=0))
     assert isinstance(made, StoreTier)
     return made.description + made.address
+
+
+@pytest.mark.parametrize(
+    ("variable", "value"),
+    [
+        ("AWS_ENDPOINT_URL", "http://user:s3cret@127.0.0.1:1"),
+        ("AWS_ENDPOINT", "http://s3cret:99999"),
+        ("AWS_SESSION_TOKEN", "s3cret\n"),
+        ("AWS_SECRET_ACCESS_KEY", "s3cret\n"),
+    ],
+)
+def test_what_the_environment_says_wrongly_is_refused_by_its_name_and_not_shown(
+    monkeypatch: pytest.MonkeyPatch, variable: str, value: str
+) -> None:
+    monkeypatch.setenv(variable, value)
+    with pytest.raises(ValueError, match=f"^{variable}: ") as refused:
+        ObjectTier(PLACE, url="s3://bucket", region="eu")
+    assert "s3cret" not in str(refused.value)
+    if "ENDPOINT" in variable:
+        ObjectTier(PLACE, url="s3://bucket", region="eu", endpoint="http://127.0.0.1:1")
 
 
 @settings(max_examples=400, deadline=None)
