@@ -21,9 +21,9 @@ class DoorkeeperFilter(AdmissionFilter):
     The request that stores a chunk counts as one of them. While `reuse` keeps
     exact counts of a fixed number of keys, this filter keeps approximate counts of
     all keys in a window, in a few bytes per key. Occasionally a chunk is admitted
-    too early; too late only if it was first looked up at the very beginning of a
-    window. At the end of a window the doorkeeper is emptied and all counts are
-    halved.
+    too early. When a window is over the doorkeeper is emptied and all counts are
+    halved: lookups before that count half at most. A window should be longer than
+    the longest prompt.
 
     Args:
         threshold: number of lookups, from 1 to 16.
@@ -48,14 +48,15 @@ class DoorkeeperFilter(AdmissionFilter):
         self._seen = 0
 
     def asked(self, keys: Sequence[bytes]) -> None:
-        for key in keys:
-            if self._door.add(key):
-                self._again.add(key)
-        self._seen += len(keys)
+        # Only now, so that the request that ended the last window could be admitted.
         if self._seen >= self._window:
             self._seen = 0
             self._door.clear()
             self._again.halve()
+        for key in keys:
+            if self._door.add(key):
+                self._again.add(key)
+        self._seen += len(keys)
 
     def admit(self, keys: Sequence[bytes], now: float) -> list[bool]:
         door, again, threshold = self._door, self._again, self.threshold

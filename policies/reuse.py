@@ -7,7 +7,10 @@ from collections.abc import Sequence
 from kvstore.policies.admission import AdmissionFilter
 from kvstore.policies.table import OrderedTable
 
-__all__ = ["ReuseThreshold"]
+__all__ = ["REUSE_TABLE", "ReuseThreshold"]
+
+REUSE_TABLE = 64_000
+"""Keys that are remembered by default."""
 
 
 class ReuseThreshold(AdmissionFilter):
@@ -26,7 +29,7 @@ class ReuseThreshold(AdmissionFilter):
     name = "reuse"
 
     def __init__(
-        self, capacity: int, chunk_bytes: int, *, threshold: int = 2, table: int = 64_000
+        self, capacity: int, chunk_bytes: int, *, threshold: int = 2, table: int = REUSE_TABLE
     ) -> None:
         super().__init__(capacity, chunk_bytes)
         if threshold < 1:

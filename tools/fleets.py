@@ -10,11 +10,20 @@ from typing import Any
 
 from kvstore.errors import ConfigError
 from kvstore.simulation import ROUTERS, Fleet, FleetOutcome, Setup, Trace, replay_fleet, sample
-from kvstore.sizes import format_size
 from kvstore.tools.output import print_json, print_table
-from kvstore.tools.replays import about, chunks_of, note, print_trace, scaled, split
+from kvstore.tools.replays import (
+    about,
+    chunks_of,
+    note,
+    print_trace,
+    scaled,
+    shown_bytes,
+    split,
+)
 
 __all__ = ["replay_fleets"]
+
+MOST_REPLICAS = 10_000
 
 HEADER = (
     "host", "disk", "store", "router", "busiest", "hits %", "host %", "disk %", "store %",
@@ -26,11 +35,13 @@ def replay_fleets(
     options: argparse.Namespace, trace: Trace, setups: Sequence[Setup], size: int | None
 ) -> int:
     """Replay over several servers, for each combination of setup, store and router."""
-    if options.replicas < 1:
-        raise ConfigError(f"--replicas {options.replicas}: must be at least 1")
+    if not 1 <= options.replicas <= MOST_REPLICAS:
+        raise ConfigError(f"--replicas {options.replicas}: must be from 1 to {MOST_REPLICAS}")
     if options.hints or options.optimum or options.picture is not None:
         raise ConfigError("--replicas cannot be combined with --hints, --optimum or --picture")
-    routers = split(options.router)
+    routers = options.router and split(options.router)
+    if not routers:
+        raise ConfigError("--router: name at least one")
     for router in routers:
         if router not in ROUTERS:
             raise ConfigError(f"--router {router}: must be one of: {', '.join(ROUTERS)}")
@@ -50,7 +61,7 @@ def replay_fleets(
         return 0
     print_trace(trace, part)
     print(f"{options.replicas} servers; sizes are per server")
-    shown = [_shown_fleet(setup, store, outcome) for setup, store, outcome in rows]
+    shown = [_shown_fleet(*row, size) for row in rows]
     print_table([f">{name}" for name in HEADER], shown)
     return 0
 
@@ -70,7 +81,9 @@ def _row_of_fleet(setup: Setup, store: int, outcome: FleetOutcome) -> dict[str, 
     }
 
 
-def _shown_fleet(setup: Setup, store: int, outcome: FleetOutcome) -> tuple[str, ...]:
+def _shown_fleet(
+    setup: Setup, store: int, outcome: FleetOutcome, size: int | None
+) -> tuple[str, ...]:
     accesses = max(1, outcome.accesses)
     return (
         str(setup.host),
@@ -86,6 +99,6 @@ def _shown_fleet(setup: Setup, store: int, outcome: FleetOutcome) -> tuple[str, 
         str(outcome.store_questions),
         str(outcome.store_read),
         str(outcome.store_written),
-        format_size(outcome.wire_per_hit),
+        shown_bytes(outcome.wire_per_hit, size),
         f"{outcome.seconds:.1f}",
     )

@@ -8,11 +8,15 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from kvstore.errors import ConfigError
+from kvstore.plugins import Choice
+from kvstore.policies.reuse import REUSE_TABLE
 from kvstore.simulation import Costs, Setup, Trace
-from kvstore.sizes import parse_size
+from kvstore.simulation.replay import DEFAULT_CHUNK_BYTES
+from kvstore.sizes import format_size, parse_size
 
 __all__ = [
     "about",
@@ -24,6 +28,7 @@ __all__ = [
     "print_trace",
     "progress_of",
     "scaled",
+    "shown_bytes",
     "split",
 ]
 
@@ -49,9 +54,11 @@ def _chunks_of(option: str, text: str, trace: Trace, size: int | None) -> int:
     try:
         if re.fullmatch(r"\d+(\.\d+)?%", text):
             return int(trace.unique * float(text[:-1]) / 100)
-        if re.fullmatch(r"\d+", text):
+        if re.fullmatch(r"\d{1,18}", text):
             return int(text)
         wanted = parse_size(text)
+        if wanted >= 2**63:
+            raise ValueError
     except (OverflowError, ValueError) as error:
         raise ConfigError(
             f'{option} {text}: must be a number of chunks, a share such as "5%", '
@@ -124,11 +131,26 @@ def scaled(setup: Setup, scale: float) -> Setup:
     """Scale a setup for a sample that has this share of the trace's chunks."""
     if scale == 1:
         return setup
+
+    def sized(filters: tuple[Choice, ...]) -> tuple[Choice, ...]:
+        return tuple(map(partial(_sized, scale=scale), filters))
+
     return replace(
         setup,
         host=max(1, round(setup.host * scale)),
         disk=max(1, round(setup.disk * scale)) if setup.disk else 0,
+        host_admission=sized(setup.host_admission),
+        disk_admission=sized(setup.disk_admission),
     )
+
+
+def _sized(choice: Choice, scale: float) -> Choice:
+    """A filter that remembers a number of keys, for that part of them."""
+    if choice.name != "reuse":
+        return choice
+    parameters = {"table": REUSE_TABLE, **dict(choice.parameters)}
+    parameters["table"] = max(1, round(parameters["table"] * scale))
+    return replace(choice, parameters=tuple(sorted(parameters.items())))
 
 
 def about(trace: Trace, part: Trace) -> dict[str, Any]:
@@ -172,6 +194,11 @@ def progress_of(what: str, trace: Trace) -> Callable[[int], None]:
         note(f"{what}: {done / total:.0%}, {done / seconds:,.0f} requests/s, {left:.0f} s left")
 
     return show
+
+
+def shown_bytes(size: float, chunk_bytes: int | None) -> str:
+    """A size, of chunks of `DEFAULT_CHUNK_BYTES` where nobody knows theirs: then in chunks."""
+    return f"{size / DEFAULT_CHUNK_BYTES:.2g} chunks" if chunk_bytes is None else format_size(size)
 
 
 def note(text: str) -> None:

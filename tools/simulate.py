@@ -41,6 +41,7 @@ from kvstore.tools.replays import (
     print_trace,
     progress_of,
     scaled,
+    shown_bytes,
     split,
 )
 
@@ -117,8 +118,10 @@ def run_simulate(options: argparse.Namespace) -> int:
     if options.sample is not None and not 0 < options.sample <= 1:
         raise ConfigError(f"--sample {options.sample}: must be above 0 and at most 1")
     policies = _choices("--policy", options.policy)
-    if options.curve and (options.admission or options.disk != "0" or options.hints):
-        raise ConfigError("--curve is of host memory alone: leave --admission, --disk, --hints out")
+    if options.curve:
+        _check_curve(options)
+    elif options.replicas is None and (options.store, options.router) != ("0", ROUTERS[0]):
+        raise ConfigError("--store and --router are for --replicas")
     trace = read_trace(options.trace, limit=options.limit, progress=_reading)
     if not trace.accesses:
         raise ConfigError(f"{trace.name}: no request asks for a chunk")
@@ -126,8 +129,8 @@ def run_simulate(options: argparse.Namespace) -> int:
     costs = costs_of(options)
     if options.read_ms is not None and costs.compute is None:
         raise ConfigError("--read-ms says what is saved only with --compute-ms")
-    if costs.compute is not None and (options.curve or options.replicas is not None):
-        raise ConfigError("--compute-ms cannot be combined with --curve or --replicas")
+    if costs.compute is not None and options.replicas is not None:
+        raise ConfigError("--compute-ms cannot be combined with --replicas")
     if options.curve:
         return _curve(options, trace, policies)
     setups = _setups(options, trace, policies, size)
@@ -174,6 +177,25 @@ def run_simulate(options: argparse.Namespace) -> int:
             f"{bound['inserts']} inserts"
         )
     return 0
+
+
+def _check_curve(options: argparse.Namespace) -> None:
+    plain = {
+        "--compute-ms": options.compute_ms is None,
+        "--admission": not options.admission,
+        "--disk": options.disk == "0",
+        "--disk-admission": not options.disk_admission,
+        "--disk-policy": options.disk_policy == "lru",
+        "--flow": options.flow == Flow.WRITE_THROUGH.value,
+        "--hints": not options.hints,
+        "--host": options.host is None,
+        "--replicas": options.replicas is None,
+        "--router": options.router == ROUTERS[0],
+        "--store": options.store == "0",
+    }
+    if not all(plain.values()):
+        others = ", ".join(name for name, is_plain in plain.items() if not is_plain)
+        raise ConfigError(f"--curve is of all sizes of one server's host memory: without {others}")
 
 
 # -- a curve -------------------------------------------------------------------------------
@@ -260,6 +282,8 @@ def _setups(
         except ValueError as error:
             allowed = ", ".join(flow.value for flow in Flow)
             raise ConfigError(f"--flow {text}: must be one of: {allowed}") from error
+    if not flows or not disks:
+        raise ConfigError("--flow and --disk: name at least one")
     longest = max(map(len, trace.requests))
     setups = []
     for host, policy, admission, disk in itertools.product(hosts, policies, admissions, disks):
@@ -333,12 +357,6 @@ def _row(setup: Setup, outcome: Outcome, costs: Costs) -> dict[str, Any]:
     }
 
 
-def _written(row: dict[str, Any], size: int | None) -> str:
-    """What is written to disk for each hit: in chunks, where nobody knows their size."""
-    written = row["bytes_written_per_hit"]
-    return f"{written / DEFAULT_CHUNK_BYTES:.2g} chunks" if size is None else format_size(written)
-
-
 def _shown(row: dict[str, Any], size: int | None) -> tuple[str, ...]:
     return (
         str(row["host_chunks"]),
@@ -353,7 +371,7 @@ def _shown(row: dict[str, Any], size: int | None) -> tuple[str, ...]:
         f"{100 * row['host_hit_ratio']:.2f}",
         f"{100 * row['disk_hit_ratio']:.2f}",
         str(row["disk_writes"]),
-        _written(row, size),
+        shown_bytes(row["bytes_written_per_hit"], size),
         str(row["host_evictions"]),
         str(row["disk_evictions"]),
         f"{row['seconds']:.1f}",

@@ -39,7 +39,7 @@ class Costs:
         Raises:
             ValueError: if `text` is neither that nor a number above 0.
         """
-        found = re.fullmatch(r"\s*([\d.e+-]+)\s*(?:,\s*([\d.e+-]+)\s*@\s*(\d+)\s*)?", text)
+        found = re.fullmatch(r"\s*([\d.e+-]+)\s*(?:,\s*([\d.e+-]+)\s*@\s*(\d{1,9})\s*)?", text)
         try:
             first, later, depth = found.groups() if found else ("", None, None)
             compute, then = float(first), float(first if later is None else later)

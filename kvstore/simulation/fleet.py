@@ -155,7 +155,8 @@ def replay_fleet(
     size = chunk_bytes or trace.chunk_bytes or DEFAULT_CHUNK_BYTES
     outcome = FleetOutcome(fleet, chunk_bytes=size)
     store = SharedStore(fleet.store, outcome) if fleet.store else None
-    replicas = [_Replica(fleet.each, size, store) for _ in range(fleet.replicas)]
+    each = fleet.each.within(trace)
+    replicas = [_Replica(each, size, store) for _ in range(fleet.replicas)]
     route = _router(trace, fleet)
     keys = trace.keys()
     loads = [0] * fleet.replicas

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from kvstore.core import UNBOUNDED, AskedTier, Core, Flow, HostPool, OwnedTier
 from kvstore.core.hints import Hints
@@ -61,6 +61,11 @@ class Setup:
     reserve: int = 0
     hints: bool = False
     tenants: Shares | None = None
+
+    def within(self, trace: Trace) -> Setup:
+        """The same with no more room than such a trace can make a difference with."""
+        most = 2 * max(1, trace.unique)
+        return replace(self, host=min(self.host, most), disk=min(self.disk, most))
 
     def core(self, chunk_bytes: int, *, shares: bool = False) -> Core:
         """Create an empty core with these caches.
@@ -215,7 +220,7 @@ def replay(
         ValueError: as `Setup.core`.
     """
     size = chunk_bytes or trace.chunk_bytes or DEFAULT_CHUNK_BYTES
-    core = setup.core(size)
+    core = setup.within(trace).core(size)
     server = Server(core, setup.reserve)
     keys = trace.keys()
     outcome = Outcome(setup, chunk_bytes=size)

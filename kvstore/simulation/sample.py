@@ -2,20 +2,26 @@
 
 SHARDS (Waldspurger et al., FAST'15) keeps the items that hash below a threshold. To
 keep chains whole, the hash here is of a conversation instead of a chunk. A
-conversation is identified by its first chunk that is not shared by a large part of
-all requests, as a system prompt is.
+conversation is identified by its first chunk behind what it shares with many others,
+as a system prompt: see `anchors`.
 """
 
 from __future__ import annotations
 
 from array import array
+from collections.abc import Sequence
+from itertools import pairwise
 
 from kvstore.simulation.trace import Trace
 
 __all__ = ["anchors", "sample"]
 
 SHARED = 0.01
-"""A chunk that more than this share of all requests has belongs to no single conversation."""
+"""A chunk that more than this share of all requests has may belong to no single conversation."""
+
+BRANCHES = 8
+"""More different chunks than this follow the end of what conversations share. A single one, however
+long, goes on in a few ways at each of its turns."""
 
 MIX = 0xBF58476D1CE4E5B9
 
@@ -41,16 +47,32 @@ def sample(trace: Trace, rate: float, seed: int = 0) -> Trace:
 
 
 def anchors(trace: Trace) -> list[int]:
-    """Return for each request the chunk that identifies its conversation; -1 without chunks."""
+    """Return for each request the chunk that identifies its conversation; -1 without chunks.
+
+    That is the one behind the last chunk that many requests have and many others follow.
+    """
     uses = array("L", [0]) * trace.unique
+    followers = array("L", [0]) * trace.unique
     for chunks in trace.requests:
+        before = -1
         for chunk in chunks:
+            if not uses[chunk] and before >= 0:
+                followers[before] += 1
             uses[chunk] += 1
+            before = chunk
     most = max(1, int(len(trace.requests) * SHARED))
-    return [
-        next((chunk for chunk in chunks if uses[chunk] <= most), chunks[-1]) if chunks else -1
-        for chunks in trace.requests
-    ]
+    wide = min(BRANCHES, most)
+
+    def anchor(chunks: Sequence[int]) -> int:
+        found = chunks[0]
+        for chunk, after in pairwise(chunks):
+            if uses[chunk] <= most:
+                break
+            if followers[chunk] > wide:
+                found = after
+        return found
+
+    return [anchor(chunks) if chunks else -1 for chunks in trace.requests]
 
 
 def _mixed(number: int, seed: int) -> int:

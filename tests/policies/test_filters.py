@@ -99,6 +99,16 @@ def test_the_doorkeeper_forgets_after_a_window() -> None:
     assert not any(each.admit(keys, 0.0))
 
 
+@pytest.mark.parametrize("threshold", [1, 2])
+def test_the_doorkeeper_answers_before_it_forgets(threshold: int) -> None:
+    """A request that ends a window is judged by what was asked in it, its own keys included."""
+    filter_, keys = DoorkeeperFilter(100, 1024, threshold=threshold), keys_of(100)
+    filter_.asked(keys_of(600, 1000))
+    for _ in range(threshold):
+        filter_.asked(keys)
+    assert filter_.admit(keys, 0.0) == [True] * 100
+
+
 def test_the_doorkeeper_is_compact() -> None:
     each = DoorkeeperFilter(100_000, 1)
     assert len(each._door._bits) + len(each._again._counts) <= 24 * 100_000

@@ -6,6 +6,7 @@ import gzip
 import json
 import lzma
 import math
+import random
 import re
 import struct
 import tracemalloc
@@ -23,6 +24,7 @@ from kvstore.errors import TraceError
 from kvstore.observe.recording import MAGIC
 from kvstore.simulation import Trace, read_trace, sample
 from kvstore.simulation.numbering import Numbering
+from kvstore.simulation.sample import anchors
 from tests.simulation.traces import conversations
 
 REQUESTS = [[7, 8, 9], [7, 8, 10], [11]]
@@ -157,6 +159,33 @@ def test_a_sample_keeps_conversations_whole() -> None:
     assert len(sample(trace, 1.0).requests) == len(trace.requests)
     assert sample(trace, 0.3, seed=1).times != part.times
     assert len(sample(trace, 1e-9).requests) >= 1
+
+
+@pytest.mark.parametrize(("sessions", "turns"), [(40, 100), (12, 8), (300, 3)])
+def test_a_sample_keeps_long_conversations_behind_one_system_prompt_whole(
+    sessions: int, turns: int
+) -> None:
+    """So room for all brings what it would bring for the whole trace."""
+    rng, system = random.Random(1), list(range(20))
+    history, fresh = dict.fromkeys(range(sessions), system), 20
+    requests: list[tuple[float, list[int]]] = []
+    for session in rng.sample(list(range(sessions)) * turns, sessions * turns):
+        history[session] = [*history[session], fresh, fresh + 1]
+        fresh += 2
+        requests.append((float(len(requests)), history[session]))
+    trace = Trace.of("agents", requests)
+    firsts = {chunks[20] for chunks in trace.requests}
+    assert set(anchors(trace)) == firsts
+    for seed in range(4):
+        part = sample(trace, 0.5, seed)
+        kept = set(anchors(part))
+        assert len(part.requests) == turns * len(kept)
+
+
+def test_a_document_of_which_many_ask_is_sampled_as_a_whole() -> None:
+    documents = [list(range(10 * n, 10 * n + 10)) for n in range(200)]
+    requests = [(float(n), [*documents[n % 200], 5000 + n]) for n in range(200 * 20)]
+    assert len(set(anchors(Trace.of("documents", requests)))) == 200
 
 
 # -- large traces ----------------------------------------------------------------------------

@@ -10,9 +10,10 @@ from typing import Any
 
 import pytest
 
-from kvstore.simulation import read_trace
+from kvstore.plugins import Choice
+from kvstore.simulation import Setup, read_trace
 from kvstore.tools.cli import main
-from kvstore.tools.replays import progress_of
+from kvstore.tools.replays import progress_of, scaled
 
 
 @pytest.fixture
@@ -113,6 +114,28 @@ def test_sizes_may_be_bytes(trace: Path, capsys: pytest.CaptureFixture[str]) -> 
     assert row["host_chunks"] == 4
 
 
+@pytest.mark.parametrize("policy", ["lru", "w-tinylfu", "hit-density"])
+def test_room_for_more_than_there_is_costs_no_more_than_room_for_all(
+    trace: Path, capsys: pytest.CaptureFixture[str], policy: str
+) -> None:
+    sizes = f"100%,{10**17}"
+    found = told(capsys, trace, "--host", 3, "--disk", sizes, "--disk-policy", policy,
+                 "--disk-admission", "doorkeeper(threshold=1)")  # fmt: skip
+    for host in ("--host", "--store"):
+        more = ["--replicas", 2] if host == "--store" else []
+        told(capsys, trace, host, sizes, *more)
+    one, other = found["replays"]
+    assert (one["hits"], other["disk_chunks"]) == (other["hits"], 10**17)
+
+
+def test_a_filter_remembers_that_part_of_the_keys_that_a_sample_has() -> None:
+    setup = Setup(8, 4, disk_admission=(Choice.parse("reuse(table=40)"), Choice("doorkeeper")))
+    half = scaled(setup, 0.5)
+    assert half.disk_admission == (Choice.parse("reuse(table=20)"), Choice("doorkeeper"))
+    default = scaled(Setup(8, host_admission=(Choice("reuse"),)), 0.01)
+    assert default.host_admission == (Choice.parse("reuse(table=640)"),)
+
+
 @pytest.mark.parametrize("more", [[], ["--curve"], ["--replicas", "2"]])
 def test_a_trace_that_asks_for_nothing_is_refused(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], more: list[str]
@@ -149,6 +172,9 @@ def test_a_picture_is_drawn(
         (["--disk", "5", "--disk-policy", "mru"], "--disk-policy mru: unknown policy"),
         (["--admission", "magic"], "--admission magic: unknown filter"),
         (["--disk", "5", "--flow", "up"], "--flow up: must be one of: write-through, demote"),
+        (["--disk", "5", "--flow", ","], "--flow and --disk: name at least one"),
+        (["--host", "1" + 400 * "0"], "--host 1"),
+        (["--host", "1000000000PiB", "--chunk-bytes", "1"], "--host 1000000000PiB: must be"),
         (["--sample", "2"], "--sample 2.0: must be above 0 and at most 1"),
         (
             ["--host", "64GiB"],
@@ -158,13 +184,19 @@ def test_a_picture_is_drawn(
         (["--replicas", "2", "--store", "1GiB"], "--store 1GiB: a size in bytes needs --chunk-b"),
         (["--chunk-bytes", "big"], "--chunk-bytes big: "),
         (["--read-ms", "3"], "--read-ms says what is saved only with --compute-ms"),
-        (["--compute-ms", "3", "--curve"], "--compute-ms cannot be combined with --curve"),
+        (
+            ["--compute-ms", "3", "--curve"],
+            "--curve is of all sizes of one server's host memory: without",
+        ),
         (["--picture", "x.jpg"], "x.jpg: a picture must end in one of: .png, .svg"),
         (["--disk", "1%"], "--disk 1%: less than one chunk; 0 is none"),
         (["--disk", "1KiB", "--chunk-bytes", "2KiB"], "--disk 1KiB: less than one chunk"),
         (["--replicas", "2", "--store", "1%"], "--store 1%: less than one chunk"),
         (["--host", "9" * 400 + "%"], "--host 99"),
-        (["--curve", "--disk", "5"], "--curve is of host memory alone"),
+        (
+            ["--curve", "--disk", "5"],
+            "--curve is of all sizes of one server's host memory: without",
+        ),
         (["--disk", "5", "--disk-admission", BUDGET], "bytes_per_day is of the whole trace"),
         (
             ["--disk-admission", BUDGET, "--chunk-bytes", "1KiB", "--sample", "0.5"],
@@ -232,7 +264,9 @@ def test_several_servers_are_replayed_with_each_router_and_store(
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (["--replicas", "0"], "--replicas 0: must be at least 1"),
+        (["--replicas", "0"], "--replicas 0: must be from 1 to 10000"),
+        (["--replicas", "2", "--router", ","], "--router: name at least one"),
+        (["--store", "50%"], "--store and --router are for --replicas"),
         (["--replicas", "2", "--router", "luck"], "--router luck: must be one of"),
         (["--replicas", "2", "--store", "lots"], "--store lots"),
         (["--replicas", "2", "--hints"], "cannot be combined with --hints"),
