@@ -27,7 +27,7 @@ from kvstore.policies import (
     policy_names,
 )
 from kvstore.policies.admission import TenantFilters
-from kvstore.policies.parameters import parameters_of
+from kvstore.policies.parameters import parameters_of, shown
 from kvstore.policies.registry import Registry
 from kvstore.policies.shares import Shares
 from kvstore.policies.tenants import Tenants
@@ -271,7 +271,7 @@ def _sizes_parsed(name: str, parameters: Mapping[str, Any]) -> dict[str, Any]:
             try:
                 found[key] = _size(key, value)
             except ValueError as error:
-                raise ValueError(f"{key} = {value!r}: {error}") from error
+                raise ValueError(f"{key} = {shown(value)}: {error}") from error
     return found
 
 

@@ -9,6 +9,7 @@ from kvstore.policies.admission import AdmissionFilter
 __all__ = ["EnduranceBudget"]
 
 _DAY = 86_400.0
+_MOST_BYTES, _LONGEST = 2**60, 365 * _DAY
 
 
 class EnduranceBudget(AdmissionFilter):
@@ -30,10 +31,10 @@ class EnduranceBudget(AdmissionFilter):
         self, capacity: int, chunk_bytes: int, *, bytes_per_day: int = 0, burst_s: float = 3600.0
     ) -> None:
         super().__init__(capacity, chunk_bytes)
-        if bytes_per_day < 0:
-            raise ValueError(f"bytes_per_day must be at least 0, not {bytes_per_day}")
-        if not 0 <= burst_s < float("inf"):
-            raise ValueError(f"burst_s must be at least 0 seconds, not {burst_s}")
+        if not 0 <= bytes_per_day <= _MOST_BYTES:
+            raise ValueError(f"bytes_per_day must be from 0 to 2**60, not {bytes_per_day}")
+        if not 0 <= burst_s <= _LONGEST:
+            raise ValueError(f"burst_s must be from 0 to {_LONGEST:g} seconds, not {burst_s}")
         self.bytes_per_day = bytes_per_day or capacity * chunk_bytes
         self._rate = self.bytes_per_day / _DAY
         self._most = max(float(chunk_bytes), self._rate * burst_s)

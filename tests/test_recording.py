@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import fcntl
 import gzip
 import os
 import stat
@@ -100,6 +101,9 @@ def test_the_simulator_reads_it(tmp_path: Path) -> None:
     packed = tmp_path / "trace.gz"
     packed.write_bytes(gzip.compress(path.read_bytes()))
     assert read_trace(packed).requests == trace.requests
+    # What is recorded is not packed, whatever it is called.
+    path.rename(tmp_path / "trace.xz")
+    assert read_trace(tmp_path / "trace.xz").requests == trace.requests
 
 
 def test_it_never_grows_beyond_its_limit(tmp_path: Path) -> None:
@@ -119,6 +123,30 @@ def test_an_earlier_recording_is_kept_beside(tmp_path: Path) -> None:
     record(path, [FULL])
     record(path, [SLIDING])
     assert [len(request.chains[0]) for request in read_recording(path).requests] == [3, 1]
+
+
+def test_who_comes_while_another_begins_takes_the_next_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It had opened the earlier recording, which is the older one by now, and is kept."""
+    path = tmp_path / "trace.kvt"
+    record(path, [FULL])
+    first: list[Recorder] = []
+    lock = fcntl.flock
+
+    def late(fd: int, operation: int) -> None:
+        if not first:
+            monkeypatch.setattr(fcntl, "flock", lock)
+            first.append(Recorder(path, MIB, 1))
+        lock(fd, operation)
+
+    monkeypatch.setattr(fcntl, "flock", late)
+    second = Recorder(path, MIB, 1)
+    for recorder, request in ((first[0], SLIDING), (second, FULL[:1])):
+        recorder.add([request])
+        end(recorder)
+    assert (first[0].path, second.path) == (path, tmp_path / "trace-1.kvt")
+    assert [len(each.chains[0]) for each in read_recording(path).requests] == [3, 1]
 
 
 def test_two_processes_write_to_two_files(tmp_path: Path) -> None:

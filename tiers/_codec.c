@@ -7,6 +7,7 @@
 #define Py_LIMITED_API 0x030B0000
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>
+#include <fenv.h>
 #include <stdint.h>
 #include <string.h>
 
@@ -164,13 +165,18 @@ encode(PyObject *module, PyObject *args)
         PyErr_SetString(PyExc_ValueError, "the target is too small, or the source no whole numbers");
         return NULL;
     }
+    fenv_t before;
     Py_BEGIN_ALLOW_THREADS
+    /* Whatever the thread does with subnormal numbers: torch and others may flush them. */
+    fegetenv(&before);
+    fesetenv(FE_DFL_ENV);
     encode_groups(source.buf, target.buf, whole, kind);
     if (rest) {
         uint16_t last[GROUP] = {0};
         memcpy(last, (char *)source.buf + whole * 2 * GROUP, (size_t)rest);
         encode_groups(last, (uint8_t *)target.buf + whole * CODED, 1, kind);
     }
+    fesetenv(&before);
     Py_END_ALLOW_THREADS
     PyBuffer_Release(&source);
     PyBuffer_Release(&target);
@@ -193,7 +199,11 @@ decode(PyObject *module, PyObject *args)
         PyErr_SetString(PyExc_ValueError, "the memory is too small, or holds no whole numbers");
         return NULL;
     }
+    fenv_t before;
     Py_BEGIN_ALLOW_THREADS
+    /* Whatever the thread does with subnormal numbers: torch and others may flush them. */
+    fegetenv(&before);
+    fesetenv(FE_DFL_ENV);
     if (rest) {
         uint8_t last[CODED];
         uint16_t numbers[GROUP];
@@ -202,6 +212,7 @@ decode(PyObject *module, PyObject *args)
         memcpy((uint8_t *)memory.buf + whole * 2 * GROUP, numbers, (size_t)rest);
     }
     decode_groups(memory.buf, whole, kind);
+    fesetenv(&before);
     Py_END_ALLOW_THREADS
     PyBuffer_Release(&memory);
     Py_RETURN_NONE;

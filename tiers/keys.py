@@ -305,6 +305,8 @@ class _File(_Reader):
     def version(self) -> object:
         try:
             found = os.stat(self.source)
+        except ValueError as error:
+            raise ConfigError(f"{self.source!r}: {error}") from error
         except OSError as error:
             raise _unreadable(self.source, error) from error
         return found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns

@@ -187,7 +187,10 @@ def _tier(now: Snapshot, tier: str) -> Finding:
     read, written = now.get("tier_read_chunks", tier), now.get("tier_written_chunks", tier)
     held = now.get("tier_chunks", tier)
     saved = _saved(now, "saved_tier_seconds", tier)
-    found = Finding(tier, _verdict(loaded, max(written, held)), loaded, saved)
+    asked = now.get("loaded_host_chunks") + now.get("missed_keys")
+    asked += sum(now.get("loaded_tier_chunks", each) for each in now.tiers)
+    verdict = _verdict(loaded, max(written, held) if asked >= FEW else min(held, FEW - 1))
+    found = Finding(tier, verdict, loaded, saved)
     if now.get("tier_outpaced", tier):
         found.verdict = "does not help"
         found.advice.append(

@@ -471,7 +471,7 @@ def _build(cls: type[_T], values: object, where: str = "", beside: Collection[st
         if key not in keys:
             allowed = [*keys, *beside]
             raise ConfigError(
-                f"unknown key {prefix}{key} = {shown(values[key])}; "
+                f"unknown key {prefix}{key}; "
                 f"{_meant(key, allowed)}allowed are: {', '.join(allowed)}"
             )
     missing = [key for key, each in keys.items() if each.default is attrs.NOTHING]

@@ -17,7 +17,7 @@ from typing import Any
 from kvstore.errors import ConfigError
 from kvstore.plugins import Choice, check_filters, check_policy
 from kvstore.policies.parameters import shown
-from kvstore.policies.shares import Share, Shares
+from kvstore.policies.shares import OTHERS, Share, Shares
 from kvstore.sizes import parse_size
 from kvstore.types import Flow
 
@@ -39,6 +39,8 @@ MIN_RECORDING = 2**20
 
 MOST_GUARANTEED = 0.9
 """Most that may be guaranteed to tenants together: the others need some room, too."""
+
+LEAST_WEIGHT = 1e-6
 
 MAX_BYTES = 2**60
 """Largest size that is accepted; a larger one must be a mistake."""
@@ -241,6 +243,8 @@ def tenants(value: Shares | Mapping[str, Mapping[str, float]]) -> Shares:
     if isinstance(value, Shares):
         return value
     shares = {name: _tenant(name, share) for name, share in table(value).items()}
+    if OTHERS in shares:
+        raise ValueError(f"{OTHERS}: all that have no share of their own are called so; use *")
     others = shares.pop("*", Share())
     made = Shares(shares, others)
     if made.guaranteed > MOST_GUARANTEED:
@@ -258,8 +262,8 @@ def _tenant(name: str, share: object) -> Share:
     made = Share(**share)
     if not made.guaranteed <= made.maximal <= 1 or not made.maximal:
         raise ValueError(f"{name}: guaranteed may be at most maximal, and that at most 1")
-    if not made.weight:
-        raise ValueError(f"{name}.weight: must be above 0")
+    if not LEAST_WEIGHT <= made.weight <= 1 / LEAST_WEIGHT:
+        raise ValueError(f"{name}.weight: must be from {LEAST_WEIGHT:g} to {1 / LEAST_WEIGHT:g}")
     return made
 
 

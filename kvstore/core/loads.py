@@ -38,6 +38,8 @@ class Loads:
         self.loaded_from: Counter[int] = Counter()
         self.saved: dict[int, float] = {}
         self._priced: Counter[int] = Counter()
+        # Being loaded for the request for which they were read: further loads are from host memory.
+        self._read: set[bytes] = set()
         self.by_tenant: Counter[str] = Counter()
         self.stray = 0
 
@@ -74,11 +76,14 @@ class Loads:
                     pool.stay(chunk)
             loading[key] = loading.get(key, 0) + 1
         pool.pin(unleased)
-        used = [chunk.key for chunk in wanted if chunk.origin < 0]
+        read = self._read
+        used = [chunk.key for chunk in wanted if chunk.origin < 0 or chunk.key in read]
         if used:
             self.loaded_from[-1] += len(used)
         if len(used) < len(wanted):
-            self.loaded_from.update(chunk.origin for chunk in wanted if chunk.origin >= 0)
+            first = [chunk for chunk in wanted if chunk.origin >= 0 and chunk.key not in read]
+            self.loaded_from.update(chunk.origin for chunk in first)
+            read.update(chunk.key for chunk in first)
         self.loaded += len(chunks)
         if pool.policy.shared:
             self.by_tenant.update(map(pool.policy.tenant_of, keys))
@@ -101,6 +106,7 @@ class Loads:
                 loading[key] = pins - 1
             chunk = self._pool.chunks[key]
             chunk.loaded()
+            self._read.discard(key)
             loaded.append(chunk)
         if loaded:
             self._pool.unpin(loaded)

@@ -219,7 +219,8 @@ class History:
 
     def all_left(self, keys: Iterable[bytes]) -> None:
         """Note that everything, which is `keys`, has left."""
-        untold, self._untold = set(self._untold), []
+        # Those that left were told of then, whether they have come back or not.
+        untold, self._untold = set(self._untold) - self._gone, []
         self._gone.clear()
         self.left(key for key in keys if key not in untold)
 

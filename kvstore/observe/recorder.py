@@ -201,6 +201,10 @@ class Recorder:
             except BlockingIOError:
                 os.close(fd)
                 continue
+            if not _is_at(fd, mine):
+                # Another process has begun meanwhile, and kept this as the older one.
+                os.close(fd)
+                continue
             fault = STRICT.file_fault(fd, written=True)
             if fault is not None:
                 os.close(fd)
@@ -223,3 +227,10 @@ class Recorder:
         raise ConfigError(
             f"record_trace = {str(path)!r}: {MOST_FILES} processes already record there"
         )
+
+
+def _is_at(fd: int, path: Path) -> bool:
+    """Whether an open file is still the one at `path`."""
+    with contextlib.suppress(OSError):
+        return os.path.samestat(os.fstat(fd), os.stat(path, follow_symlinks=False))
+    return False

@@ -160,20 +160,25 @@ def read_recording(path: str | os.PathLike[str]) -> Recording:
     return Recording(stream.chunk_bytes, requests, stream.torn)
 
 
+XZ, GZIP = b"\xfd7zXZ\x00", b"\x1f\x8b"
+"""How compressed files begin."""
+
+
 @contextlib.contextmanager
 def open_compressed(
     path: Path, progress: Progress = lambda done, total: None
 ) -> Iterator[IO[bytes]]:
-    """Open a file for reading, decompressing ``.xz`` and ``.gz``.
+    """Open a file for reading, decompressing xz and gzip, whatever its name.
 
     Args:
         progress: called now and then with the bytes read so far and the size of the file.
     """
     with io.BufferedReader(_Watched(path, progress), READ_BYTES) as raw:
-        if path.suffix == ".xz":
+        begin = raw.peek(len(XZ))
+        if begin.startswith(XZ):
             with lzma.open(raw, "rb") as plain:
                 yield plain
-        elif path.suffix == ".gz":
+        elif begin.startswith(GZIP):
             with gzip.open(raw, "rb") as plain:
                 yield plain  # type: ignore[misc]
         else:

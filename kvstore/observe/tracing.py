@@ -148,6 +148,9 @@ class SpanWriter:
             start_time=int(begin.at * 1e9) + ahead,
         )
         self._open[begin.kind, begin.id] = span, ahead
+        if len(self._open) > MOST_PARENTS:
+            # The core dropped its end because its buffer of spans was full.
+            self._open.pop(next(iter(self._open)))[0].end()
 
     def _context_of(self, begin: SpanBegin) -> tuple[Context, int]:
         """Return the parent context, and how far wall time is ahead of the core's clock, in ns."""

@@ -120,6 +120,25 @@ def test_a_reset_before_all_is_told_tells_the_end_of_what_was_told() -> None:
     assert rig.core.take_events() == []
 
 
+def test_what_left_and_came_back_before_all_was_told_is_gone_after_a_reset() -> None:
+    events, here = History(), chain("old", 4 * PORTION)
+    events.want(True, here)
+    known: set[bytes] = set()
+
+    def follow_all() -> None:
+        for key, left in events.take():
+            (known.discard if left else known.add)(key)
+
+    follow_all()
+    events.left(here[:1])
+    events.came(here[:1])
+    follow_all()
+    assert here[0] in known
+    events.all_left(here)
+    follow_all()
+    assert known == set()
+
+
 def test_without_a_listener_nothing_is_kept() -> None:
     rig = Rig(rows=2, events=False)
     for wave in range(5):

@@ -10,6 +10,7 @@ import textwrap
 import threading
 import time
 from collections.abc import Callable, Sequence
+from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Any
 
@@ -205,6 +206,19 @@ async def test_a_key_put_twice_keeps_its_first_bytes_and_its_place(open_store: O
 
 
 # -- tiers ---------------------------------------------------------------------------------
+
+
+async def test_what_is_read_once_for_many_is_counted_once_as_read(open_store: Open) -> None:
+    keys = keys_of("a", 6)
+    async with open_store(disk=32) as store:
+        await store.put(keys, payloads(keys), durable=True)
+    async with open_store(disk=32) as store, AsyncExitStack() as stack:
+        for _ in range(5):
+            await stack.enter_async_context(store.get(keys))
+        assert store.stats().loaded_from == {"disk": 6, "host": 24}
+        await stack.aclose()
+        await contents(store, keys)
+        assert store.stats().loaded_from == {"disk": 6, "host": 30}
 
 
 async def test_what_was_put_is_found_after_a_restart(open_store: Open) -> None:

@@ -183,7 +183,10 @@ def test_a_tenant_is_text_and_its_keys_are_bytes(tenant: Any, keys: Any) -> None
     [
         ({"a": 1}, "a: must be a table of guaranteed, maximal, weight"),
         ({"a": {"share": 1}}, "a: must be a table of guaranteed, maximal, weight"),
-        ({"a": {"weight": 0}}, "a.weight: must be above 0"),
+        ({"a": {"weight": 0}}, "a.weight: must be from 1e-06 to 1e+06"),
+        ({"a": {"weight": 5e-324}}, "a.weight: must be from 1e-06"),
+        ({"a": {"weight": 10**400}}, "a.weight: must be from 1e-06"),
+        ({"others": {}}, "others: all that have no share of their own are called so"),
         ({"a": {"weight": -1}}, "a.weight: must be a number of at least 0"),
         ({"a": {"weight": True}}, "a.weight: must be a number"),
         ({"a": {"weight": float("nan")}}, "a.weight: must be a number"),

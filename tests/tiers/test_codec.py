@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -93,6 +94,27 @@ def test_what_was_encoded_once_stays_as_it_is(dtype: str, compiled: bool, raw: b
     codec = Codec(dtype, compiled=compiled)
     once = through(codec, raw)
     assert through(codec, once) == once
+
+
+@pytest.mark.parametrize("compiled", [True, False])
+def test_small_numbers_come_back_whatever_a_thread_does_with_them(compiled: bool) -> None:
+    """Threads flush numbers that are not normal to 0 where a library has said so."""
+    torch = pytest.importorskip("torch")
+    numbers = np.random.default_rng(0).standard_normal(64 * 64) * 5e-5
+    numbers[::64] = 2e-4
+    raw = raw_of(numbers, "float16")
+    wanted = through(Codec("float16", compiled=compiled), raw)
+    before = torch.tensor([1e-40]).mul(1).item() == 0
+    if not torch.set_flush_denormal(True):
+        pytest.skip("this processor cannot flush them")
+    try:
+        # It begins as the thread that starts it.
+        with ThreadPoolExecutor(1) as pool:
+            found = pool.submit(through, Codec("float16", compiled=compiled), raw).result()
+    finally:
+        torch.set_flush_denormal(before)
+    assert found == wanted
+    assert is_near(found, raw, "float16")
 
 
 @pytest.mark.skipif(not Codec("bfloat16").compiled, reason="installed without a C compiler")

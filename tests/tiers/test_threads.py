@@ -104,6 +104,20 @@ async def test_a_load_begins_at_once_however_many_stores_have_begun(pool: Pool) 
     assert await stores == ["through"] * 5
 
 
+async def test_a_store_that_comes_with_a_slow_load_does_not_wait_for_it(pool: Pool) -> None:
+    """Whichever thread was woken for which, all others are idle."""
+    for _ in range(40):
+        threads, slow = pool(4), Gate()
+        await asyncio.sleep(0.005)
+        load = asyncio.ensure_future(threads.run([slow], load=True))
+        store = asyncio.ensure_future(threads.run([lambda: "stored"], load=False))
+        async with asyncio.timeout(PATIENCE / 4):
+            assert await store == ["stored"]
+        assert not slow.ended
+        slow.opened.set()
+        assert await load == ["through"]
+
+
 async def test_loads_that_come_together_begin_together(pool: Pool) -> None:
     for _ in range(20):
         threads, gates = pool(2), [Gate(), Gate()]

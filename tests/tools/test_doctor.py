@@ -34,6 +34,12 @@ def test_a_server_that_has_done_nothing_gets_no_verdict() -> None:
     }
 
 
+def test_a_server_that_was_asked_for_nothing_yet_gets_no_verdict_on_what_it_found() -> None:
+    found: dict[tuple[str, str], float] = {("tier_chunks", "disk"): 5000.0}
+    assert said(found)["disk"] == ("too little to tell", "")
+    assert said({**found, ("missed_keys", ""): 5000.0})["disk"][0] == "does not help"
+
+
 def test_places_that_give_hits_help_and_say_how_much() -> None:
     values = {
         ("stored_chunks", ""): 500.0,

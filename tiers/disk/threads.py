@@ -355,6 +355,9 @@ class IOThreads:
                 return None
             if idle is self._for_all:
                 self._in_a_row = self._in_a_row + 1 if queue is self._loads else 0
+                if queue is self._loads and others:
+                    # It was woken for those.
+                    self._for_all.wake(1)
             return queue, *queue.popleft()
 
     def _idle_for(self, queue: _Queue) -> int:

@@ -174,8 +174,9 @@ class Volume:
         # While surplus segments are removed, one more than may stay is open.
         held, room = len(segment_files(folder)), (capacity or 0) // geometry.file_bytes
         most = held if capacity is None else max(room, min(held, room + 1))
-        allow_descriptors(2 * most + SPARE_DESCRIPTORS, f"the lane {folder}")
         self.backend = choose_backend(folder, io)
+        each = self.backend.descriptors
+        allow_descriptors(each * most + SPARE_DESCRIPTORS, f"the lane {folder}")
         self.recovered: Recovered = recover(
             folder,
             self._digest,
@@ -366,8 +367,8 @@ class Volume:
         _warn_of_size(self.lane.folder, capacity_bytes)
         self.max_segments = self.segments_in(capacity_bytes)
         self.capacity_bytes = capacity_bytes
-        more = 2 * (self.max_segments - len(self.segments)) + SPARE_DESCRIPTORS
-        allow_descriptors(max(0, more), f"the lane {self.lane.folder}")
+        more = self.backend.descriptors * (self.max_segments - len(self.segments))
+        allow_descriptors(max(0, more + SPARE_DESCRIPTORS), f"the lane {self.lane.folder}")
 
     def grow(self) -> int | str:
         """Make one more segment: its number, or why that cannot be now. May block."""
@@ -377,7 +378,8 @@ class Volume:
             if len(self.segments) >= self.max_segments:
                 return "the capacity is used up"
             try:
-                if descriptors_left() < SPARE_DESCRIPTORS // 4:
+                later = (self.backend.descriptors - 2) * len(self.segments)
+                if descriptors_left() < SPARE_DESCRIPTORS // 4 + later:
                     # The next process is to open all of them, and may need more for itself.
                     raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
                 number = self._new_segment()

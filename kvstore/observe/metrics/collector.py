@@ -38,8 +38,8 @@ class Collector:
         prometheus_client.REGISTRY.register(Collector(store))
 
     Scrapes may come from any thread. A collector for an asyncio store must be created on the
-    store's event loop, which then reads the statistics. If the store is closed, or its loop does
-    not answer within 5 s, its metrics are left out of the scrape and a warning is logged.
+    store's event loop, which then reads the statistics. If the loop is closed, or does not answer
+    within 5 s, the metrics are left out of the scrape, and the first time a warning is logged.
 
     Args:
         store: a `Store`, a `SyncStore`, or a manager of a connector.
@@ -60,6 +60,7 @@ class Collector:
         self._families = metrics_core
         self._store = store
         self._prefix = prefix
+        self._failing = False
         self._series = {kind: Series(kind, METRICS) for kind in ("counter", "gauge", "histogram")}
         try:
             self._loop: asyncio.AbstractEventLoop | None = asyncio.get_running_loop()
@@ -77,12 +78,15 @@ class Collector:
         try:
             stats = self._stats()
         except (KVStoreError, RuntimeError, TimeoutError, CancelledError) as error:
-            logger.warning(
-                "metrics are not available: %s",
-                str(error) or type(error).__name__,
-                extra=about("metrics.failed", error=error),
-            )
+            if not self._failing:
+                logger.warning(
+                    "metrics are not available: %s",
+                    str(error) or type(error).__name__,
+                    extra=about("metrics.failed", error=error),
+                )
+            self._failing = True
             return
+        self._failing = False
         families: dict[str, Any] = {metric.name: self._family(metric) for metric in METRICS}
         for series in self._series.values():
             values = series.values(stats)

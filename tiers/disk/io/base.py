@@ -70,6 +70,8 @@ class IOBackend(ABC):
     """
 
     name: str
+    descriptors: int = 2
+    """Of each segment, with that of its header."""
 
     @abstractmethod
     def open(self, path: Path, *, writable: bool = True) -> int:

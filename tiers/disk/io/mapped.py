@@ -36,6 +36,7 @@ class MappedIO(BufferedIO):
     """
 
     name = "mmap"
+    descriptors = 3
 
     def __init__(self) -> None:
         self._maps: dict[int, tuple[Pages, int] | None] = {}
