@@ -137,11 +137,11 @@ def test_who_comes_while_another_begins_takes_the_next_name(
     def late(fd: int, operation: int) -> None:
         if not first:
             monkeypatch.setattr(fcntl, "flock", lock)
-            first.append(Recorder(path, MIB, 1))
+            first.append(Recorder(path, MIB, 4096))
         lock(fd, operation)
 
     monkeypatch.setattr(fcntl, "flock", late)
-    second = Recorder(path, MIB, 1)
+    second = Recorder(path, MIB, 4096)
     for recorder, request in ((first[0], SLIDING), (second, FULL[:1])):
         recorder.add([request])
         end(recorder)

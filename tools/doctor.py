@@ -189,8 +189,9 @@ def _tier(now: Snapshot, tier: str) -> Finding:
     saved = _saved(now, "saved_tier_seconds", tier)
     asked = now.get("loaded_host_chunks") + now.get("missed_keys")
     asked += sum(now.get("loaded_tier_chunks", each) for each in now.tiers)
-    verdict = _verdict(loaded, max(written, held) if asked >= FEW else min(held, FEW - 1))
-    found = Finding(tier, verdict, loaded, saved)
+    # What it has found there at its start says nothing before somebody asks.
+    had = max(written, held if asked >= FEW else min(held, FEW - 1))
+    found = Finding(tier, _verdict(loaded, had), loaded, saved)
     if now.get("tier_outpaced", tier):
         found.verdict = "does not help"
         found.advice.append(

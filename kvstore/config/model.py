@@ -470,8 +470,10 @@ def _build(cls: type[_T], values: object, where: str = "", beside: Collection[st
     for key in values:
         if key not in keys:
             allowed = [*keys, *beside]
+            # A text may be a secret.
+            value = "" if isinstance(values[key], str) else f" = {shown(values[key])}"
             raise ConfigError(
-                f"unknown key {prefix}{key}; "
+                f"unknown key {prefix}{key}{value}; "
                 f"{_meant(key, allowed)}allowed are: {', '.join(allowed)}"
             )
     missing = [key for key, each in keys.items() if each.default is attrs.NOTHING]

@@ -6,6 +6,7 @@ import errno
 import os
 import resource
 import sys
+import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -172,3 +173,22 @@ async def test_a_lane_that_needs_more_descriptors_than_there_are_is_refused(
     assert "Too many open files" in refusal
     async with calling(folder) as caller:
         assert caller.on_disk == kept, "nothing was lost by it"
+
+
+@pytest.mark.parametrize("io", ["buffered", "mmap", "portable"])
+async def test_a_full_lane_has_room_for_the_files_that_its_backend_keeps_open(
+    io: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a file system of memory, where the mapping of a file keeps one more."""
+    monkeypatch.setattr("kvstore.tiers.disk.volume.SPARE_DESCRIPTORS", 24)
+    if not os.access("/dev/shm", os.W_OK):
+        pytest.skip("there is no tmpfs at /dev/shm")
+    with tempfile.TemporaryDirectory(dir="/dev/shm") as place, descriptors_left(70):
+        # As many as it is to have beside: it raises the limit by what it needs itself.
+        async with calling(Path(place), capacity_bytes=8 * CAPACITY, io=io) as caller:
+            caller.capacity *= 8
+            for start in MANY[::SLOTS]:
+                wave = range(start, start + SLOTS)
+                assert len(await caller.save(wave)) == SLOTS
+            assert caller.disk.segments == 8 * SEGMENTS
+            assert len(caller.on_disk) == len(MANY)

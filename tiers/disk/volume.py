@@ -378,8 +378,7 @@ class Volume:
             if len(self.segments) >= self.max_segments:
                 return "the capacity is used up"
             try:
-                later = (self.backend.descriptors - 2) * len(self.segments)
-                if descriptors_left() < SPARE_DESCRIPTORS // 4 + later:
+                if descriptors_left() < SPARE_DESCRIPTORS // 4:
                     # The next process is to open all of them, and may need more for itself.
                     raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
                 number = self._new_segment()

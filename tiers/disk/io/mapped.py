@@ -17,6 +17,7 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
+from kvstore.tiers.disk.descriptors import SPARE_DESCRIPTORS, descriptors_left
 from kvstore.tiers.disk.io.buffered import BufferedIO
 
 __all__ = ["MappedIO"]
@@ -58,7 +59,8 @@ class MappedIO(BufferedIO):
             offset += len(buffer)
 
     def _pages(self, fd: int, least: int) -> Pages | None:
-        """The mapping of the file behind `fd`; None where it is not memory.
+        """The mapping of the file behind `fd`; None where it is not memory, or needs a descriptor
+        too many.
 
         A shorter file is first extended to `least` bytes, and what it lacks is allocated.
         """
@@ -73,6 +75,8 @@ class MappedIO(BufferedIO):
                 os.posix_fallocate(fd, 0, least)
                 size = least
             if held[1] < size:
+                if held[1] < 0 and descriptors_left() < SPARE_DESCRIPTORS // 4:
+                    return None
                 # A hole for which there is no room any more would be a signal, too.
                 os.posix_fallocate(fd, 0, size)
                 mapping = mmap.mmap(fd, size, prot=mmap.PROT_READ | mmap.PROT_WRITE)

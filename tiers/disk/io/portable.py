@@ -101,6 +101,9 @@ class PortableIO(IOBackend):
             if isinstance(outcome, OSError):
                 # Its frames refer to the memory.
                 outcome = outcome.with_traceback(None)
+            elif isinstance(outcome, Exception):
+                # As when the interpreter ends, and its files take no calls any more.
+                outcome = OSError(errno.EIO, str(outcome))
             elif isinstance(outcome, BaseException):
                 raise outcome
             told.append(outcome)
@@ -137,7 +140,8 @@ class PortableIO(IOBackend):
                 threading.Thread(
                     target=_serve, args=(self._loop,), name="kvstore-portable-io", daemon=True
                 ).start()
-                weakref.finalize(self, _stop, self._loop)
+                # Not at the end of the interpreter, when a store may still have to be closed.
+                weakref.finalize(self, _stop, self._loop).atexit = False
         return asyncio.run_coroutine_threadsafe(work, self._loop).result()
 
 
