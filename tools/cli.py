@@ -12,6 +12,7 @@ import io
 import os
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from importlib import import_module
 from pathlib import Path
 from textwrap import indent
 
@@ -175,6 +176,17 @@ def _keys(command: argparse.ArgumentParser) -> None:
     )
 
 
+def _of(name: str) -> Adder:
+    """The arguments of a command that has a module of its own."""
+
+    def add(command: argparse.ArgumentParser) -> None:
+        module = import_module(f"kvstore.tools.{name}")
+        getattr(module, f"add_{name}_arguments")(command)
+        command.set_defaults(run=getattr(module, f"run_{name}"))
+
+    return add
+
+
 def _keyring(command: argparse.ArgumentParser) -> None:
     from kvstore.tools.keys import run_keys
 
@@ -195,12 +207,6 @@ def _keyring(command: argparse.ArgumentParser) -> None:
     )
     command.add_argument("--json", action="store_true", help="print JSON")
     command.set_defaults(run=run_keys)
-
-
-def _gate(command: argparse.ArgumentParser) -> None:
-    from kvstore.tools.gate import add_gate
-
-    add_gate(command)
 
 
 def _inspect(command: argparse.ArgumentParser) -> None:
@@ -310,48 +316,6 @@ def _show(command: argparse.ArgumentParser) -> None:
     command.set_defaults(run=run_show)
 
 
-def _simulate(command: argparse.ArgumentParser) -> None:
-    from kvstore.tools.simulate import add_arguments, run_simulate
-
-    add_arguments(command)
-    command.set_defaults(run=run_simulate)
-
-
-def _advise(command: argparse.ArgumentParser) -> None:
-    from kvstore.tools.advise import add_advise_arguments, run_advise
-
-    add_advise_arguments(command)
-    command.set_defaults(run=run_advise)
-
-
-def _top(command: argparse.ArgumentParser) -> None:
-    from kvstore.tools.top import add_top_arguments, run_top
-
-    add_top_arguments(command)
-    command.set_defaults(run=run_top)
-
-
-def _doctor(command: argparse.ArgumentParser) -> None:
-    from kvstore.tools.doctor import add_doctor_arguments, run_doctor
-
-    add_doctor_arguments(command)
-    command.set_defaults(run=run_doctor)
-
-
-def _config(command: argparse.ArgumentParser) -> None:
-    from kvstore.tools.config import add_config_arguments, run_config
-
-    add_config_arguments(command)
-    command.set_defaults(run=run_config)
-
-
-def _ctl(command: argparse.ArgumentParser) -> None:
-    from kvstore.tools.ctl import add_ctl_arguments, run_ctl
-
-    add_ctl_arguments(command)
-    command.set_defaults(run=run_ctl)
-
-
 def _completion(command: argparse.ArgumentParser) -> None:
     command.add_argument("shell", choices=SHELLS, help="the shell")
     command.set_defaults(run=_run_completion)
@@ -367,20 +331,26 @@ COMMANDS: Mapping[str, tuple[Adder, str]] = {
     "export": (_export, "write the chunks of a namespace to a file, a valid safetensors file"),
     "import": (_import, "store the chunks of a bundle in a cache, each one verified"),
     "show": (_show, "show one chunk: where it lies, how old it is, what its numbers are like"),
-    "gate": (_gate, "try a model with chunks in half the bytes, and say whether it bears that"),
+    "gate": (
+        _of("gate"),
+        "try a model with chunks in half the bytes, and say whether it bears that",
+    ),
     "keys": (_keyring, "make, list and forget the keys that chunks are encrypted with"),
-    "simulate": (_simulate, "replay a trace of requests with other sizes, policies and flows"),
+    "simulate": (
+        _of("simulate"),
+        "replay a trace of requests with other sizes, policies and flows",
+    ),
     "advise": (
-        _advise,
+        _of("advise"),
         "say which sizes, policies and flow suit what was asked for, and whether a disk pays",
     ),
     "top": (
-        _top,
+        _of("top"),
         "show the rates and states of a server's tiers, or the growth of a cache on disk, live",
     ),
-    "doctor": (_doctor, "say whether the cache helps a server, and what to change"),
-    "config": (_config, "check and explain a configuration; print its schema or a sample"),
-    "ctl": (_ctl, "inspect and change a store while it serves, by its control socket"),
+    "doctor": (_of("doctor"), "say whether the cache helps a server, and what to change"),
+    "config": (_of("config"), "check and explain a configuration; print its schema or a sample"),
+    "ctl": (_of("ctl"), "inspect and change a store while it serves, by its control socket"),
     "completion": (
         _completion,
         "print a script that completes the words of this command in a shell",

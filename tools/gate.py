@@ -20,7 +20,7 @@ from kvstore.maintenance.survey import survey
 from kvstore.tiers.codec import CODECS, DTYPES
 from kvstore.tools.output import print_json, print_table, whole_number
 
-__all__ = ["add_gate", "compare", "run_gate"]
+__all__ = ["add_gate_arguments", "compare", "run_gate"]
 
 SETTINGS = ("config.", "model.")
 """Facts of an identity whose names begin so are of the model, as are its weights and dtype."""
@@ -242,7 +242,7 @@ def _limit(text: str) -> float:
     return limit
 
 
-def add_gate(command: argparse.ArgumentParser) -> None:
+def add_gate_arguments(command: argparse.ArgumentParser) -> None:
     """Add the arguments of the command."""
     command.add_argument("model", help="the model, as vLLM takes it")
     command.add_argument(
@@ -297,4 +297,3 @@ def add_gate(command: argparse.ArgumentParser) -> None:
     command.add_argument("--disk-bytes", default="64GiB", help="most bytes on disk meanwhile")
     command.add_argument("--folder", type=Path, help="where to keep them meanwhile")
     command.add_argument("--json", action="store_true", help="print JSON instead of a table")
-    command.set_defaults(run=run_gate)

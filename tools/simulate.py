@@ -45,7 +45,7 @@ from kvstore.tools.replays import (
     split,
 )
 
-__all__ = ["add_arguments", "run_simulate"]
+__all__ = ["add_simulate_arguments", "run_simulate"]
 
 DEFAULT_PART = 10
 """The part of a trace, one in so many chunks, that host memory takes by default."""
@@ -66,7 +66,7 @@ SAVED = ("s saved", "saved %")
 """More columns, where it is known what a chunk costs."""
 
 
-def add_arguments(command: argparse.ArgumentParser) -> None:
+def add_simulate_arguments(command: argparse.ArgumentParser) -> None:
     """Add the command's arguments."""
     several = "tries each of a comma-separated list"
     command.add_argument("trace", type=Path, help="Mooncake, packed, or kvstore's own recording")

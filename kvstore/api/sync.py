@@ -200,7 +200,7 @@ class SyncStore:
         For ``with``, and in the block ``for chunks``.
         """
         self._calls.check()
-        return SyncWindows(self, check_keys(keys), size)
+        return SyncWindows(self._calls, self._calls.ask(lambda: self._store.windows(keys, size)))
 
     def flush(self, timeout: float | None = None) -> bool:
         """Wait until everything stored so far is on every tier that accepts it."""

@@ -6,32 +6,18 @@ import asyncio
 import contextlib
 import uuid
 from collections.abc import Sequence
-from contextlib import AbstractAsyncContextManager, AbstractContextManager
 from types import TracebackType
-from typing import Protocol, TypeVar
+from typing import TYPE_CHECKING
 
-from kvstore.api.lease import Chunks
+from kvstore.api.lease import Chunks, Lease
+from kvstore.api.portal import Handover
 from kvstore.core import CoreStats
 from kvstore.errors import KVStoreError, LeaseEndedError
 
+if TYPE_CHECKING:
+    from kvstore.api.store import Store
+
 __all__ = ["SyncWindows", "Windows"]
-
-_L = TypeVar("_L", covariant=True)
-
-
-class _Store(Protocol[_L]):
-    """The calls of a store that windows need; its leases are `_L`."""
-
-    def stats(self) -> CoreStats: ...
-
-    def lookup_prefix(self, keys: Sequence[bytes], request: str, /) -> int | None: ...
-
-    def get(self, keys: Sequence[bytes], request: str, /) -> _L: ...
-
-    def release(self, request: str, /) -> object: ...
-
-    @property
-    def resets(self) -> int: ...
 
 
 class _Portions:
@@ -90,9 +76,7 @@ class _Portions:
 class Windows:
     """The result of `Store.windows`: for ``async with``, and in the block for ``async for``."""
 
-    def __init__(
-        self, store: _Store[AbstractAsyncContextManager[Chunks]], keys: Sequence[bytes], size: int
-    ) -> None:
+    def __init__(self, store: Store, keys: Sequence[bytes], size: int) -> None:
         """
         Raises:
             KVStoreError: if `size` is no number of chunks.
@@ -100,7 +84,7 @@ class Windows:
         self._store = store
         self._portions = _Portions(keys, size)
         self._before = store.resets
-        self._lease: AbstractAsyncContextManager[Chunks] | None = None
+        self._lease: Lease | None = None
 
     async def __aenter__(self) -> Windows:
         return self
@@ -122,24 +106,37 @@ class Windows:
         return self
 
     async def __anext__(self) -> Chunks:
+        chunks = await self.following()
+        if chunks is None:
+            raise StopAsyncIteration
+        return chunks
+
+    async def following(self) -> Chunks | None:
+        """Lease the next window; None at the end."""
         await self._give_back()
         # Rows whose last view has gone meanwhile are given back by calls that wait on the loop.
         await asyncio.sleep(0)
         portions = self._portions
         keys = portions.that_fit(self._store.stats())
         if not keys:
-            raise StopAsyncIteration
+            return None
         lease = self._store.get(keys, portions.name)
         chunks = await lease.__aenter__()
         self._lease = lease
         portions.got(len(chunks))
         if not chunks or self._store.resets != self._before:
             # What comes after a reset is no part of what was there before it.
-            raise StopAsyncIteration
+            return None
         if portions.ahead():
             # On its way while the caller works on this one.
             self._store.lookup_prefix(portions.ahead(), portions.name)
         return chunks
+
+    def drop(self) -> None:
+        """End the window of a store that has ended. From any thread."""
+        lease, self._lease = self._lease, None
+        if lease is not None:
+            lease.drop()
 
     async def _give_back(
         self,
@@ -155,17 +152,9 @@ class Windows:
 class SyncWindows:
     """The result of `SyncStore.windows`: for ``with``, and in the block for ``for``."""
 
-    def __init__(
-        self, store: _Store[AbstractContextManager[Chunks]], keys: Sequence[bytes], size: int
-    ) -> None:
-        """
-        Raises:
-            KVStoreError: if `size` is no number of chunks.
-        """
-        self._store = store
-        self._portions = _Portions(keys, size)
-        self._before = store.resets
-        self._lease: AbstractContextManager[Chunks] | None = None
+    def __init__(self, calls: Handover, windows: Windows) -> None:
+        self._calls = calls
+        self._windows = windows
 
     def __enter__(self) -> SyncWindows:
         return self
@@ -177,37 +166,19 @@ class SyncWindows:
         trace: TracebackType | None,
     ) -> None:
         try:
-            self._give_back(kind, error, trace)
-        finally:
+            self._calls.wait(lambda: self._windows.__aexit__(kind, error, trace))
+        except KVStoreError:
+            if self._calls.ended:
+                self._windows.drop()
+            if kind is None:
+                raise
             # What a store that has ended, or a child of a fork, says hides no other exception.
-            with contextlib.suppress(*(() if kind is None else (KVStoreError,))):
-                self._store.release(self._portions.name)
 
     def __iter__(self) -> SyncWindows:
         return self
 
     def __next__(self) -> Chunks:
-        self._give_back()
-        portions = self._portions
-        keys = portions.that_fit(self._store.stats())
-        if not keys:
+        chunks = self._calls.wait(self._windows.following)
+        if chunks is None:
             raise StopIteration
-        lease = self._store.get(keys, portions.name)
-        chunks = lease.__enter__()
-        self._lease = lease
-        portions.got(len(chunks))
-        if not chunks or self._store.resets != self._before:
-            raise StopIteration
-        if portions.ahead():
-            self._store.lookup_prefix(portions.ahead(), portions.name)
         return chunks
-
-    def _give_back(
-        self,
-        kind: type[BaseException] | None = None,
-        error: BaseException | None = None,
-        trace: TracebackType | None = None,
-    ) -> None:
-        lease, self._lease = self._lease, None
-        if lease is not None:
-            lease.__exit__(kind, error, trace)

@@ -23,6 +23,7 @@ from __future__ import annotations
 import enum
 import math
 from collections.abc import Callable, Collection, Iterable
+from dataclasses import dataclass, field
 
 from kvstore.core.hints import Hints
 
@@ -91,6 +92,7 @@ class Loaded:
         return told
 
 
+@dataclass(slots=True, eq=False, repr=False)
 class Request:
     """Keys asked for and used, leases held, transfers running, clocks.
 
@@ -132,80 +134,41 @@ class Request:
         hints: what its server knows about its future, or None.
     """
 
-    __slots__ = (
-        "admitted",
-        "answer_by",
-        "asked",
-        "asked_step",
-        "awaits_answer",
-        "chain",
-        "counted",
-        "deferring",
-        "ended",
-        "granted",
-        "hints",
-        "id",
-        "keys",
-        "leases",
-        "linked",
-        "loaded",
-        "loading",
-        "moved",
-        "named",
-        "needs_rows",
-        "newest",
-        "one_group",
-        "pending",
-        "position",
-        "put_off",
-        "queued",
-        "short_of_rows",
-        "since",
-        "state",
-        "store_deferred",
-        "storing",
-        "stuck",
-        "tried",
-        "unseen",
-        "waits_for",
-    )
-
-    def __init__(self, request_id: str, state: RequestState = RequestState.SCANNING) -> None:
-        self.id = request_id
-        self.state = state
-        self.keys: list[bytes] = []
-        self.tried: set[bytes] = set()
-        self.granted = 0
-        self.needs_rows = True
-        self.leases: dict[bytes, None] = {}
-        self.pending = 0
-        self.loading: dict[bytes, int] = {}
-        self.since: float | None = None
-        self.moved = 0.0
-        self.newest = -1
-        self.asked = 0.0
-        self.asked_step = -1
-        self.deferring = False
-        self.store_deferred: float | None = None
-        self.admitted: dict[bytes, bool] = {}
-        self.waits_for = -1
-        self.awaits_answer = False
-        self.answer_by = math.inf
-        self.short_of_rows = False
-        self.stuck = -1
-        self.queued = False
-        self.put_off = False
-        self.unseen = -1
-        self.linked = 0
-        self.position: Callable[[bytes], int] | None = None
-        self.one_group = False
-        self.counted: set[bytes] = set()
-        self.chain: Chain | None = None
-        self.ended: Chain | None = None
-        self.storing = 0
-        self.loaded: Loaded | None = None
-        self.hints: Hints | None = None
-        self.named: dict[bytes, None] = {}
+    id: str
+    state: RequestState = RequestState.SCANNING
+    keys: list[bytes] = field(default_factory=list)
+    tried: set[bytes] = field(default_factory=set)
+    granted: int = 0
+    needs_rows: bool = True
+    leases: dict[bytes, None] = field(default_factory=dict)
+    pending: int = 0
+    loading: dict[bytes, int] = field(default_factory=dict)
+    since: float | None = None
+    moved: float = 0.0
+    newest: int = -1
+    asked: float = 0.0
+    asked_step: int = -1
+    deferring: bool = False
+    store_deferred: float | None = None
+    admitted: dict[bytes, bool] = field(default_factory=dict)
+    waits_for: int = -1
+    awaits_answer: bool = False
+    answer_by: float = math.inf
+    short_of_rows: bool = False
+    stuck: int = -1
+    queued: bool = False
+    put_off: bool = False
+    unseen: int = -1
+    linked: int = 0
+    position: Callable[[bytes], int] | None = None
+    one_group: bool = False
+    counted: set[bytes] = field(default_factory=set)
+    chain: Chain | None = None
+    ended: Chain | None = None
+    storing: int = 0
+    loaded: Loaded | None = None
+    hints: Hints | None = None
+    named: dict[bytes, None] = field(default_factory=dict)
 
     @property
     def idle(self) -> bool:

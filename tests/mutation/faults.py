@@ -844,8 +844,9 @@ FAULTS = (
         ),
         (
             "chunks that a store did not answer for count as lost",
-            "            unread += left\n",
-            "",
+            "            done.unread = range(len(done.ok), len(keys))\n"
+            "            done.ok += [False] * len(done.unread)\n",
+            "            done.ok += [False] * (len(keys) - len(done.ok))\n",
         ),
         (
             "one call after another waits for a store that hangs",

@@ -169,3 +169,19 @@ def test_without_asyncio_windows_do_the_same(tmp_path: Path) -> None:
                 raise ZeroDivisionError
         with pytest.raises(KVStoreError, match="must be a whole number"):
             store.windows(KEYS, 0)
+
+
+@pytest.mark.parametrize("raising", [True, False])
+def test_a_window_of_a_store_that_was_closed_meanwhile_ends_with_its_block(
+    tmp_path: Path, raising: bool
+) -> None:
+    store = kvstore.open_sync(config(tmp_path))
+    store.put(KEYS[:4], [bytes(CHUNK)] * 4)
+    wanted = pytest.raises(ZeroDivisionError) if raising else pytest.raises(KVStoreError)
+    with wanted, store.windows(KEYS[:4], 2) as windows:
+        chunks = next(windows)
+        store.close()
+        if raising:
+            raise ZeroDivisionError
+    with pytest.raises(LeaseEndedError):
+        bytes(chunks[0])

@@ -164,7 +164,7 @@ class Compactor:
             self._rewrites.popleft()
         rewrites = bool(self._batch and self._rewrites) and not surplus
         rate = max(rate, REWRITES * self._batch) if rewrites else rate
-        if not (rate or surplus) or self._slots.clearing:
+        if not (rate or surplus):
             self._stop()
             return None
         whole = float(self._batch)

@@ -64,7 +64,7 @@ class OwnedTier(CopyTarget):
         slots = self.slots
         return (
             slots.max_segments > 0
-            and not slots.clearing
+            and not self.clearing
             and self.health.accepts(now)
             and not slots.full_for_now
         )
@@ -161,23 +161,14 @@ class OwnedTier(CopyTarget):
 
     # -- upkeep --------------------------------------------------------------------------
 
-    @property
-    def clearing(self) -> bool:
-        return self.slots.clearing
-
-    @property
-    def gave_up_clearing(self) -> bool:
-        return self.slots.clearing and not self.slots.upkeep.closed
-
     def due(self, now: float, *, after_owned: bool = False) -> Move | None:
         """Return a move for its own upkeep, without its number.
 
         It clears the tier, makes it grow, or records which chunks were used.
         """
         slots = self.slots
-        if slots.clearing:
-            waits = bool(self.in_flight) or not slots.upkeep.ready(now)
-            return None if waits else Move(-1, Op.CLEAR, self.number)
+        if self.clearing:
+            return self._clear(now)
         if slots.wants_growth(now) and not self.health.stalled:
             slots.begin_growth(now)
             return Move(-1, Op.GROW, self.number)
@@ -203,10 +194,9 @@ class OwnedTier(CopyTarget):
                 self.index.keep_pinned(self.index.most_pinned)
 
     def clear_ended(self, segments: Iterable[int], error: str | None, now: float) -> None:
+        super().clear_ended(segments, error, now)
         if error is None:
             self.slots.cleared(segments)
-        else:
-            self.slots.not_cleared(now)
 
     def compaction(self, now: float) -> Move | None:
         """Return the next move that empties a sparse segment, without its number.
@@ -214,7 +204,7 @@ class OwnedTier(CopyTarget):
         Other moves have to wait for a copy under way, so one begins only while no other move
         is under way, except where the tier is to become smaller.
         """
-        if self.compactor.idle:
+        if self.compactor.idle or self.clearing:
             return None
         idle = not (self.in_flight or self.queued or self.slots.growing) or self.surplus > 0
         healthy = self.health.alive and self.health.copies.ready(now)

@@ -170,7 +170,6 @@ class Slots:
         growing: a segment is being made ready.
         cannot_grow: growth failed, or does not end: new chunks displace old ones meanwhile.
         growing_slowly: growth takes too long: chunks without a free slot are not stored meanwhile.
-        clearing: everything was forgotten, and no slot is assigned until that is durable.
         surplus: number of segments beyond the limits, which were lowered.
         upkeep: open while growth or clearing has failed: neither is tried again for a while.
 
@@ -199,7 +198,7 @@ class Slots:
         self._retired = -1
         self._retired_free: set[int] = set()
         self._aside: dict[int, float] = {}  # When each comes back; the first comes first.
-        self.growing = self.cannot_grow = self.growing_slowly = self.clearing = False
+        self.growing = self.cannot_grow = self.growing_slowly = False
         self._growing_since = 0.0
         # Whether chunks are to be copied that find no room but in segments that are to go.
         self._wanted = False
@@ -398,7 +397,6 @@ class Slots:
         self._stripes = [ExtentAllocator(self.segment_slots) for _ in self._stripes]
         self._retired, self._retired_free, self._aside = -1, set(), {}
         self._wanted = False
-        self.clearing = True
         self.upkeep.close()
 
     def cleared(self, segments: Iterable[int]) -> None:
@@ -407,11 +405,6 @@ class Slots:
         for segment in self._segments:
             self._give_segment(segment)
         self._segments_changed()
-        self.clearing = False
-
-    def not_cleared(self, now: float) -> None:
-        """Note that clearing failed; it is tried again after a while."""
-        self.upkeep.trip(now)
 
     # -- emptying a segment ----------------------------------------------------------
 
