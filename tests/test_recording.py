@@ -18,7 +18,7 @@ import xxhash
 import kvstore
 from kvstore.errors import ConfigError, TraceError
 from kvstore.observe.recorder import MOST_QUEUED, Recorder
-from kvstore.observe.recording import MAGIC, read_recording
+from kvstore.observe.recording import MAGIC, RecordingStream
 from kvstore.simulation import read_trace
 from tests.patience import PATIENCE
 
@@ -71,8 +71,8 @@ def test_a_recording_that_somebody_takes_away_is_begun_anew(
     assert not list(tmp_path.glob(".*")), "nothing half-made is left"
     if away == "moved":
         assert "record_trace stopped" not in caplog.text
-        assert read_recording(path).requests
-        assert read_recording(tmp_path / "kept").requests
+        assert list(RecordingStream(path))
+        assert list(RecordingStream(tmp_path / "kept"))
     else:
         assert "record_trace stopped" in caplog.text
 
@@ -80,9 +80,9 @@ def test_a_recording_that_somebody_takes_away_is_begun_anew(
 def test_what_was_recorded_comes_back_as_hashes(tmp_path: Path) -> None:
     path = tmp_path / "trace"
     record(path, [FULL, SLIDING], [FULL[:2]])
-    recording = read_recording(path)
+    recording = RecordingStream(path)
     assert recording.chunk_bytes == 4096
-    first, second = recording.requests
+    first, second = recording
     assert [list(chain) for chain in first.chains] == [
         [xxhash.xxh3_64_intdigest(key) for key in chain] for chain in (FULL, SLIDING)
     ]
@@ -113,7 +113,7 @@ def test_it_never_grows_beyond_its_limit(tmp_path: Path) -> None:
     sizes = [file.stat().st_size for file in tmp_path.iterdir()]
     assert len(sizes) == 2
     assert most / 3 < sum(sizes) <= most
-    kept = read_recording(path).requests
+    kept = list(RecordingStream(path))
     assert list(kept[-1].chains[0]) == [xxhash.xxh3_64_intdigest(key) for key in requests[-1][0]]
     assert 200 < len(kept) < 3000
 
@@ -122,7 +122,7 @@ def test_an_earlier_recording_is_kept_beside(tmp_path: Path) -> None:
     path = tmp_path / "trace"
     record(path, [FULL])
     record(path, [SLIDING])
-    assert [len(request.chains[0]) for request in read_recording(path).requests] == [3, 1]
+    assert [len(request.chains[0]) for request in list(RecordingStream(path))] == [3, 1]
 
 
 def test_who_comes_while_another_begins_takes_the_next_name(
@@ -146,7 +146,7 @@ def test_who_comes_while_another_begins_takes_the_next_name(
         recorder.add([request])
         end(recorder)
     assert (first[0].path, second.path) == (path, tmp_path / "trace-1.kvt")
-    assert [len(each.chains[0]) for each in read_recording(path).requests] == [3, 1]
+    assert [len(each.chains[0]) for each in list(RecordingStream(path))] == [3, 1]
 
 
 def test_two_processes_write_to_two_files(tmp_path: Path) -> None:
@@ -156,7 +156,7 @@ def test_two_processes_write_to_two_files(tmp_path: Path) -> None:
     for recorder in (first, second):
         recorder.add([FULL])
         end(recorder)
-        assert len(read_recording(recorder.path).requests) == 1
+        assert len(list(RecordingStream(recorder.path))) == 1
 
 
 def test_what_cannot_be_written_in_time_is_dropped_and_counted(tmp_path: Path) -> None:
@@ -172,9 +172,9 @@ def test_a_record_that_was_cut_off_is_left_out(tmp_path: Path) -> None:
     whole = path.read_bytes()
     for cut in (1, 20, 45):
         path.write_bytes(whole[:-cut])
-        recording = read_recording(path)
+        recording = RecordingStream(path)
+        assert len(list(recording)) == 1
         assert recording.torn
-        assert len(recording.requests) == 1
 
 
 @pytest.mark.parametrize(
@@ -192,7 +192,7 @@ def test_damage_is_refused_by_place(tmp_path: Path, damage: Any, message: str) -
     record(path, [FULL], [FULL])
     path.write_bytes(damage(path.read_bytes()))
     with pytest.raises(TraceError, match=message) as refusal:
-        read_recording(path)
+        list(RecordingStream(path))
     assert str(path) in str(refusal.value)
 
 

@@ -24,7 +24,7 @@ import sys
 import zlib
 from array import array
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
@@ -38,12 +38,10 @@ __all__ = [
     "Keys",
     "Progress",
     "RecordedRequest",
-    "Recording",
     "RecordingStream",
     "encode_request",
     "older_file",
     "open_compressed",
-    "read_recording",
 ]
 
 MAGIC = b"kvstore-trace 1\n"
@@ -78,23 +76,8 @@ class RecordedRequest:
     chains: list[array[int]]
 
 
-@dataclass(slots=True)
-class Recording:
-    """The contents of a recording, in the order in which requests ended.
-
-    Attributes:
-        torn: whether a file ends in a truncated record.
-    """
-
-    chunk_bytes: int
-    requests: list[RecordedRequest] = field(default_factory=list)
-    torn: bool = False
-
-
 class RecordingStream:
     """A recording that is read as it is iterated over, its older file first if there is one.
-
-    Iterating raises as `read_recording` does.
 
     Attributes:
         chunk_bytes: size of a chunk.
@@ -105,7 +88,8 @@ class RecordingStream:
         progress: called now and then with the bytes read so far and the size of the file.
 
     Raises:
-        TraceError: if the file is not a recording; the message names it.
+        TraceError: if the file is not a recording; the message names it. Iterating raises it also
+            if a file is damaged, with its position.
         OSError: if it cannot be read.
     """
 
@@ -145,19 +129,6 @@ class RecordingStream:
                 raise TraceError(f"{path}: damaged at byte {position}")
             yield request
             position += _HEAD.size + length
-
-
-def read_recording(path: str | os.PathLike[str]) -> Recording:
-    """Read a recording, its older file included.
-
-    Raises:
-        TraceError: if a file is not a recording or is damaged; the message names the
-            file and the position.
-        OSError: if it cannot be read.
-    """
-    stream = RecordingStream(path)
-    requests = list(stream)
-    return Recording(stream.chunk_bytes, requests, stream.torn)
 
 
 XZ, GZIP = b"\xfd7zXZ\x00", b"\x1f\x8b"

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Collection
-from typing import Any
 
 from vllm.v1.kv_offload.base import (
-    LoadStoreSpec,
     LookupResult,
     OffloadKey,
     PrepareStoreOutput,
@@ -45,18 +43,10 @@ class LoRAOffloadingManager(KVStoreOffloadingManager):
         (named,) = self._adapters.named([key], req_context)
         return super().lookup(named, req_context)
 
-    def get_load_source(self, key: OffloadKey, req_context: ReqContext) -> Any:
-        (named,) = self._adapters.named([key], req_context)
-        return super().get_load_source(named, req_context)
-
-    def touch(self, keys: Collection[OffloadKey], req_context: ReqContext) -> None:
-        super().touch(self._adapters.named(keys, req_context), req_context)
-
-    def prepare_load(self, keys: Collection[OffloadKey], req_context: ReqContext) -> LoadStoreSpec:
-        return super().prepare_load(self._adapters.named(keys, req_context), req_context)
-
-    def complete_load(self, keys: Collection[OffloadKey], req_context: ReqContext) -> None:
-        super().complete_load(self._adapters.named(keys, req_context), req_context)
+    def _own_keys(
+        self, keys: Collection[OffloadKey], req_context: ReqContext
+    ) -> Collection[OffloadKey]:
+        return super()._own_keys(self._adapters.named(keys, req_context), req_context)
 
     def prepare_store(
         self, keys: Collection[OffloadKey], req_context: ReqContext
@@ -75,11 +65,6 @@ class LoRAOffloadingManager(KVStoreOffloadingManager):
         if out is not None:
             out.keys_to_store = [theirs[key] for key in out.keys_to_store]
         return out
-
-    def complete_store(
-        self, keys: Collection[OffloadKey], req_context: ReqContext, success: bool = True
-    ) -> None:
-        super().complete_store(self._adapters.named(keys, req_context), req_context, success)
 
     def shutdown(self) -> None:
         self._adapters.close()

@@ -212,21 +212,29 @@ class KVStoreOffloadingManager(OffloadingManager):
     def get_load_source(self, key: OffloadKey, req_context: ReqContext) -> Any:
         from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
-        medium = self._core.load_source(key)
+        (kept,) = self._own_keys([key], req_context)
+        medium = self._core.load_source(kept)
         return {"host": CacheHitSource.HOST, "disk": CacheHitSource.DISK}.get(
             medium, CacheHitSource.EXTERNAL_UNSPECIFIED
         )
 
     def touch(self, keys: Collection[OffloadKey], req_context: ReqContext) -> None:
-        self._manager.touch(keys)
+        self._manager.touch(self._own_keys(keys, req_context))
+
+    def _own_keys(
+        self, keys: Collection[OffloadKey], req_context: ReqContext
+    ) -> Collection[OffloadKey]:
+        """The keys under which what vLLM calls `keys` is kept for this request, in their order."""
+        return keys
 
     # -- load and store ------------------------------------------------------------------
 
     def prepare_load(self, keys: Collection[OffloadKey], req_context: ReqContext) -> LoadStoreSpec:
-        return CPULoadStoreSpec(self._manager.prepare_load(keys, req_context).block_ids)
+        kept = self._own_keys(keys, req_context)
+        return CPULoadStoreSpec(self._manager.prepare_load(kept, req_context).block_ids)
 
     def complete_load(self, keys: Collection[OffloadKey], req_context: ReqContext) -> None:
-        self._manager.complete_load(keys, req_context)
+        self._manager.complete_load(self._own_keys(keys, req_context), req_context)
 
     def prepare_store(
         self, keys: Collection[OffloadKey], req_context: ReqContext
@@ -250,7 +258,7 @@ class KVStoreOffloadingManager(OffloadingManager):
     def complete_store(
         self, keys: Collection[OffloadKey], req_context: ReqContext, success: bool = True
     ) -> None:
-        self._manager.complete_store(keys, req_context, success)
+        self._manager.complete_store(self._own_keys(keys, req_context), req_context, success)
 
     # -- requests and steps ----------------------------------------------------------------
 

@@ -13,7 +13,6 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from vllm.v1.kv_offload.base import (
-    LoadStoreSpec,
     LookupResult,
     OffloadingEvent,
     OffloadKey,
@@ -116,17 +115,10 @@ class TenantOffloadingManager(KVStoreOffloadingManager):
     def lookup(self, key: OffloadKey, req_context: ReqContext) -> LookupResult:
         return super().lookup(_named(key, req_context), req_context)
 
-    def get_load_source(self, key: OffloadKey, req_context: ReqContext) -> Any:
-        return super().get_load_source(_named(key, req_context), req_context)
-
-    def touch(self, keys: Collection[OffloadKey], req_context: ReqContext) -> None:
-        super().touch([_named(key, req_context) for key in keys], req_context)
-
-    def prepare_load(self, keys: Collection[OffloadKey], req_context: ReqContext) -> LoadStoreSpec:
-        return super().prepare_load([_named(key, req_context) for key in keys], req_context)
-
-    def complete_load(self, keys: Collection[OffloadKey], req_context: ReqContext) -> None:
-        super().complete_load([_named(key, req_context) for key in keys], req_context)
+    def _own_keys(
+        self, keys: Collection[OffloadKey], req_context: ReqContext
+    ) -> Collection[OffloadKey]:
+        return [_named(key, req_context) for key in keys]
 
     def prepare_store(
         self, keys: Collection[OffloadKey], req_context: ReqContext
@@ -136,12 +128,6 @@ class TenantOffloadingManager(KVStoreOffloadingManager):
             out.keys_to_store = [_of_vllm(key) for key in out.keys_to_store]
             out.evicted_keys = [_of_vllm(key) for key in out.evicted_keys]
         return out
-
-    def complete_store(
-        self, keys: Collection[OffloadKey], req_context: ReqContext, success: bool = True
-    ) -> None:
-        named = [_named(key, req_context) for key in keys]
-        super().complete_store(named, req_context, success)
 
     def take_events(self) -> Iterable[OffloadingEvent]:
         for event in super().take_events():

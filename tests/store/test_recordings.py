@@ -16,7 +16,7 @@ import pytest
 import kvstore
 from kvstore.api.store import Store
 from kvstore.core.residency.owned import OwnedTier
-from kvstore.observe.recording import read_recording
+from kvstore.observe.recording import RecordingStream
 from kvstore.simulation import Setup, Trace, read_trace, replay
 from kvstore.tiers.disk.format import Geometry
 from tests.patience import PATIENCE, answered_async
@@ -234,7 +234,7 @@ async def test_a_polled_lookup_and_its_get_are_one_request(tmp_path: Path) -> No
     async with recorded(tmp_path, host=16) as store:
         for keys in prompts:
             await poll_get_and_put(store, keys, None)
-    requests = read_recording(tmp_path / "trace.kvt").requests
+    requests = list(RecordingStream(tmp_path / "trace.kvt"))
     assert len(requests) == 30
     assert [len(chain) for request in requests for chain in request.chains] == [4] * 30
 
@@ -246,7 +246,7 @@ async def test_get_and_put_of_one_prompt_are_one_request(tmp_path: Path) -> None
         assert await get(store, keys, None) == 3
         await store.put(keys[3:], [DATA] * 3)
         assert await get(store, keys, None) == 6
-    requests = read_recording(tmp_path / "trace.kvt").requests
+    requests = list(RecordingStream(tmp_path / "trace.kvt"))
     assert sorted(len(request.chains[0]) for request in requests) == [3, 6, 6]
 
 
@@ -256,7 +256,7 @@ async def test_the_groups_of_a_request_are_told_apart(tmp_path: Path) -> None:
     async with recorded(tmp_path) as store:
         await store.put([*keys, *sliding], [DATA] * 6, "mine")
         store.release("mine")
-    (request,) = read_recording(tmp_path / "trace.kvt").requests
+    (request,) = list(RecordingStream(tmp_path / "trace.kvt"))
     assert [len(chain) for chain in request.chains] == [4, 2]
 
 
@@ -264,14 +264,14 @@ async def test_keys_without_a_group_are_one_request(tmp_path: Path) -> None:
     keys = [bytes([n]) * 20 for n in range(1, 6)]
     async with recorded(tmp_path) as store:
         await store.put(keys, [DATA] * 5)
-    (request,) = read_recording(tmp_path / "trace.kvt").requests
+    (request,) = list(RecordingStream(tmp_path / "trace.kvt"))
     assert [len(chain) for chain in request.chains] == [5]
 
 
 async def test_what_finds_no_room_belongs_to_the_request(tmp_path: Path) -> None:
     async with recorded(tmp_path, host=4, disk=0) as store:
         assert await store.put(keys_of("a", 10), [DATA] * 10) == 4
-    (request,) = read_recording(tmp_path / "trace.kvt").requests
+    (request,) = list(RecordingStream(tmp_path / "trace.kvt"))
     assert [len(chain) for chain in request.chains] == [10]
 
 
@@ -280,7 +280,7 @@ async def test_a_prompt_that_is_put_again_is_another_request(tmp_path: Path) -> 
     async with recorded(tmp_path) as store:
         for _ in range(3):
             await store.put(keys, [DATA] * 4)
-    assert len(read_recording(tmp_path / "trace.kvt").requests) == 3
+    assert len(list(RecordingStream(tmp_path / "trace.kvt"))) == 3
 
 
 async def test_requests_are_recorded_in_their_order(tmp_path: Path) -> None:
@@ -290,5 +290,5 @@ async def test_requests_are_recorded_in_their_order(tmp_path: Path) -> None:
             await get_and_put(store, keys, None)
         for keys in prompts:
             await get(store, keys, None)
-    lengths = [len(each.chains[0]) for each in read_recording(tmp_path / "trace.kvt").requests]
+    lengths = [len(each.chains[0]) for each in list(RecordingStream(tmp_path / "trace.kvt"))]
     assert lengths == [*range(1, 9), *range(1, 9)]
