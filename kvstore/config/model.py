@@ -471,7 +471,8 @@ def _build(cls: type[_T], values: object, where: str = "", beside: Collection[st
         if key not in keys:
             allowed = [*keys, *beside]
             # A text may be a secret.
-            value = "" if isinstance(values[key], str) else f" = {shown(values[key])}"
+            is_number = isinstance(values[key], (int, float))
+            value = f" = {shown(values[key])}" if is_number else ""
             raise ConfigError(
                 f"unknown key {prefix}{key}{value}; "
                 f"{_meant(key, allowed)}allowed are: {', '.join(allowed)}"

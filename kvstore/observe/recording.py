@@ -146,6 +146,9 @@ def open_compressed(
     """
     with io.BufferedReader(_Watched(path, progress), READ_BYTES) as raw:
         begin = raw.peek(len(XZ))
+        if len(begin) < len(XZ):
+            # All that a pipe has given so far.
+            begin = {".xz": XZ, ".gz": GZIP}.get(path.suffix, begin)
         if begin.startswith(XZ):
             with lzma.open(raw, "rb") as plain:
                 yield plain

@@ -125,8 +125,11 @@ class SharedStore:
 class _Replica(Server):
     """One server of a fleet."""
 
-    def __init__(self, setup: Setup, chunk_bytes: int, store: SharedStore | None) -> None:
-        super().__init__(setup.core(chunk_bytes, shares=store is not None), setup.reserve)
+    def __init__(
+        self, setup: Setup, chunk_bytes: int, store: SharedStore | None, unique: int
+    ) -> None:
+        core = setup.core(chunk_bytes, unique=unique, shares=store is not None)
+        super().__init__(core, setup.reserve)
         self._store = store
         self._store_tier = len(self.core.tiers) - 1
 
@@ -155,8 +158,7 @@ def replay_fleet(
     size = chunk_bytes or trace.chunk_bytes or DEFAULT_CHUNK_BYTES
     outcome = FleetOutcome(fleet, chunk_bytes=size)
     store = SharedStore(fleet.store, outcome) if fleet.store else None
-    each = fleet.each.within(trace)
-    replicas = [_Replica(each, size, store) for _ in range(fleet.replicas)]
+    replicas = [_Replica(fleet.each, size, store, trace.unique) for _ in range(fleet.replicas)]
     route = _router(trace, fleet)
     keys = trace.keys()
     loads = [0] * fleet.replicas

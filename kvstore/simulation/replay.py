@@ -11,14 +11,17 @@ memory and disk hold together.
 
 from __future__ import annotations
 
+import sys
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from kvstore.core import UNBOUNDED, AskedTier, Core, Flow, HostPool, OwnedTier
 from kvstore.core.hints import Hints
 from kvstore.core.residency.base import TierView
+from kvstore.errors import ConfigError
 from kvstore.plugins import Choice, build_filters, build_policy
+from kvstore.policies import AdmissionFilter
 from kvstore.policies.shares import Shares
 from kvstore.simulation.returns import announced
 from kvstore.simulation.trace import Trace
@@ -62,43 +65,54 @@ class Setup:
     hints: bool = False
     tenants: Shares | None = None
 
-    def within(self, trace: Trace) -> Setup:
-        """The same with no more room than such a trace can make a difference with."""
-        most = 2 * max(1, trace.unique)
-        return replace(self, host=min(self.host, most), disk=min(self.disk, most))
-
-    def core(self, chunk_bytes: int, *, shares: bool = False) -> Core:
+    def core(
+        self, chunk_bytes: int, *, unique: int = sys.maxsize // 2, shares: bool = False
+    ) -> Core:
         """Create an empty core with these caches.
 
         Args:
+            unique: chunks of the trace: more room than for twice as many makes no difference, but
+                to filters and tenants.
             shares: whether its last tier is a store.
 
         Raises:
             ValueError: for a policy or filter that does not exist, or its parameters.
+            ConfigError: for a filter that there is not enough memory for.
         """
+        most = 2 * max(1, unique) if self.tenants is None else sys.maxsize
+        host, disk = min(self.host, most), min(self.disk, most)
         pool = HostPool(
-            self.host + self.reserve,
-            build_policy(self.host_policy, self.host, self.tenants),
-            build_filters(self.host_admission, self.host, chunk_bytes),
+            host + self.reserve,
+            build_policy(self.host_policy, host, self.tenants),
+            self._filters(self.host_admission, self.host, chunk_bytes),
             self.reserve,
         )
         tiers: list[TierView] = []
         if self.disk:
-            opening = RecoveredTier("disk", "disk", [], self.disk, [0], 1)
+            opening = RecoveredTier("disk", "disk", [], disk, [0], 1)
             tiers.append(
                 OwnedTier(
                     0,
                     opening,
-                    build_policy(self.disk_policy, self.disk, self.tenants),
-                    self.host,
-                    build_filters(self.disk_admission, self.disk, chunk_bytes),
+                    build_policy(self.disk_policy, disk, self.tenants),
+                    host,
+                    self._filters(self.disk_admission, self.disk, chunk_bytes),
                     self.flow,
                 )
             )
         if shares:
             opening = RecoveredTier("store", "remote", [], 1, [], 0)
-            tiers.append(AskedTier(len(tiers), opening, self.host))
+            tiers.append(AskedTier(len(tiers), opening, host))
         return Core(pool, tiers, events=False, pace=UNBOUNDED)
+
+    @staticmethod
+    def _filters(
+        choices: tuple[Choice, ...], chunks: int, chunk_bytes: int
+    ) -> AdmissionFilter | None:
+        try:
+            return build_filters(choices, chunks, chunk_bytes)
+        except (MemoryError, OverflowError) as error:
+            raise ConfigError(f"{chunks} chunks: a filter for so many needs more memory") from error
 
 
 @dataclass(slots=True)
@@ -220,7 +234,7 @@ def replay(
         ValueError: as `Setup.core`.
     """
     size = chunk_bytes or trace.chunk_bytes or DEFAULT_CHUNK_BYTES
-    core = setup.within(trace).core(size)
+    core = setup.core(size, unique=trace.unique)
     server = Server(core, setup.reserve)
     keys = trace.keys()
     outcome = Outcome(setup, chunk_bytes=size)

@@ -9,6 +9,7 @@ as a system prompt: see `anchors`.
 from __future__ import annotations
 
 from array import array
+from collections import Counter
 from collections.abc import Sequence
 from itertools import pairwise
 
@@ -49,26 +50,30 @@ def sample(trace: Trace, rate: float, seed: int = 0) -> Trace:
 def anchors(trace: Trace) -> list[int]:
     """Return for each request the chunk that identifies its conversation; -1 without chunks.
 
-    That is the one behind the last chunk that many requests have and many others follow.
+    That is the one behind the last chunk that many requests have, and behind which they part: it
+    goes on in many ways, or in two that many requests have each.
     """
     uses = array("L", [0]) * trace.unique
     followers = array("L", [0]) * trace.unique
+    before = array("q", [-1]) * trace.unique
     for chunks in trace.requests:
-        before = -1
+        last = -1
         for chunk in chunks:
-            if not uses[chunk] and before >= 0:
-                followers[before] += 1
+            if not uses[chunk] and last >= 0:
+                followers[last] += 1
+                before[chunk] = last
             uses[chunk] += 1
-            before = chunk
+            last = chunk
     most = max(1, int(len(trace.requests) * SHARED))
     wide = min(BRANCHES, most)
+    heavy = Counter(before[chunk] for chunk in range(trace.unique) if uses[chunk] > most)
 
     def anchor(chunks: Sequence[int]) -> int:
         found = chunks[0]
         for chunk, after in pairwise(chunks):
             if uses[chunk] <= most:
                 break
-            if followers[chunk] > wide:
+            if followers[chunk] > wide or heavy[chunk] > 1:
                 found = after
         return found
 

@@ -142,7 +142,7 @@ def test_damaged_compression_is_refused(tmp_path: Path, suffix: str) -> None:
     whole = (gzip.compress if suffix == ".gz" else lzma.compress)(mooncake() * 100)
     for content in (whole[: len(whole) // 2], b"plain text"):
         path.write_bytes(content)
-        with pytest.raises(TraceError, match="compression is damaged|cannot be read"):
+        with pytest.raises(TraceError, match="compression is damaged|cannot be read|not a trace"):
             read_trace(path)
 
 
@@ -161,7 +161,7 @@ def test_a_sample_keeps_conversations_whole() -> None:
     assert len(sample(trace, 1e-9).requests) >= 1
 
 
-@pytest.mark.parametrize(("sessions", "turns"), [(40, 100), (12, 8), (300, 3)])
+@pytest.mark.parametrize(("sessions", "turns"), [(40, 100), (12, 8), (300, 3), (8, 150), (5, 100)])
 def test_a_sample_keeps_long_conversations_behind_one_system_prompt_whole(
     sessions: int, turns: int
 ) -> None:

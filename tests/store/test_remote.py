@@ -198,6 +198,43 @@ async def test_a_value_that_cannot_be_read_costs_no_other_one(
         assert await contents(third, bad) == payloads(bad)
 
 
+async def test_a_store_of_which_nothing_can_be_read_is_away_though_it_answers_questions(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As one whose master answers and whose transfers all fail: it costs few reads, not each."""
+    directory = {"type": "object", "url": f"file://{tmp_path / 'share'}"}
+    settings = {**small(tmp_path, 64, disk=0), "tiers": [directory]}
+    prompts = [keys_of(f"prompt {n}", 1) for n in range(24)]
+    async with kvstore.open(settings) as first:
+        for keys in prompts:
+            await first.put(keys, payloads(keys))
+        await saved(first)
+    reads, read = 0, DirectoryClient._read
+
+    def failing(self: Any, *where: Any) -> Any:
+        nonlocal reads
+        reads += 1
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    async with kvstore.open(settings) as second:
+        with monkeypatch.context() as patch:
+            patch.setattr(DirectoryClient, "_read", failing)
+            for keys in prompts:
+                assert await contents(second, keys) == []
+                if second.stats().tiers[0].away:
+                    break
+            assert second.stats().tiers[0].away
+            assert reads < 12
+        assert DirectoryClient._read is read
+
+        async def is_back() -> bool:
+            return await contents(second, prompts[-1]) == payloads(prompts[-1])
+
+        async with asyncio.timeout(PATIENCE):
+            while not await is_back():
+                await asyncio.sleep(0.05)
+
+
 async def test_what_nobody_has_stored_is_a_miss_after_one_question(
     tmp_path: Path, server: RedisServer
 ) -> None:

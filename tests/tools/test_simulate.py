@@ -120,7 +120,7 @@ def test_room_for_more_than_there_is_costs_no_more_than_room_for_all(
 ) -> None:
     sizes = f"100%,{10**17}"
     found = told(capsys, trace, "--host", 3, "--disk", sizes, "--disk-policy", policy,
-                 "--disk-admission", "doorkeeper(threshold=1)")  # fmt: skip
+                 "--disk-admission", "reuse(threshold=1)")  # fmt: skip
     for host in ("--host", "--store"):
         more = ["--replicas", 2] if host == "--store" else []
         told(capsys, trace, host, sizes, *more)
@@ -172,6 +172,7 @@ def test_a_picture_is_drawn(
         (["--disk", "5", "--disk-policy", "mru"], "--disk-policy mru: unknown policy"),
         (["--admission", "magic"], "--admission magic: unknown filter"),
         (["--disk", "5", "--flow", "up"], "--flow up: must be one of: write-through, demote"),
+        (["--disk", str(10**17), "--disk-admission", "doorkeeper"], f"{10**17} chunks: a filter"),
         (["--disk", "5", "--flow", ","], "--flow and --disk: name at least one"),
         (["--host", "1" + 400 * "0"], "--host 1"),
         (["--host", "1000000000PiB", "--chunk-bytes", "1"], "--host 1000000000PiB: must be"),

@@ -19,7 +19,7 @@ from urllib.parse import unquote, urlsplit
 
 from kvstore.tiers.disk.namespace import Namespace
 from kvstore.tiers.disk.trust import Trust
-from kvstore.tiers.remote.client import StoreClient, StoreError, in_waves
+from kvstore.tiers.remote.client import StoreClient, StoreError, Unread, in_waves
 from kvstore.tiers.remote.directory import DirectoryClient
 from kvstore.tiers.remote.mount import Mount
 from kvstore.tiers.remote.record import RECORD_BYTES
@@ -41,8 +41,20 @@ _T = TypeVar("_T")
 _URL = re.compile(r"(s3|gs|az)://[\w.-]+(/[^?#@\s]*)?|file:///+[^/?#][^?#]*")
 _ENDPOINT = re.compile(r"https?://([\w.-]+|\[[0-9A-Fa-f:.]+\])(:\d{1,5})?(/[^?#@\s]*)?")
 
-_VARIABLES = {"s3": "AWS_", "az": "AZURE_"}
-"""How the names of the variables begin that `obstore` reads."""
+_ENDPOINTS = {
+    "s3": ("AWS_ENDPOINT", "AWS_ENDPOINT_URL", "AWS_ENDPOINT_URL_S3"),
+    "az": ("AZURE_ENDPOINT", "AZURE_STORAGE_ENDPOINT"),
+}
+_CREDENTIALS = {
+    "s3": ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN", "AWS_TOKEN"),
+    "az": (
+        *(f"AZURE_STORAGE_{name}_KEY" for name in ("ACCESS", "ACCOUNT", "MASTER", "SAS")),
+        *(f"AZURE_{name}" for name in ("CLIENT_ID", "CLIENT_SECRET", "TENANT_ID")),
+        *(f"AZURE_STORAGE_{name}" for name in ("CLIENT_ID", "CLIENT_SECRET", "TENANT_ID")),
+        *(f"AZURE_STORAGE_{name}" for name in ("SAS_TOKEN", "TOKEN")),
+    ),
+}
+"""Variables that `obstore` reads: see https://docs.rs/object_store."""
 
 _REFUSED = re.compile(r"status(?: code)?:? 4(?!08|29)\d\d")
 """What `obstore` says of an object that is not given: as one whose key is disabled."""
@@ -102,7 +114,13 @@ class ObjectTier(StoreTier):
             )
         parts = urlsplit(url)
         _check_endpoint("endpoint", endpoint)
-        _check_environment(_VARIABLES.get(parts.scheme, ""), endpoint)
+        if not endpoint:
+            for name in _ENDPOINTS.get(parts.scheme, ()):
+                _check_endpoint(name, os.environ.get(name, ""))
+        for name in _CREDENTIALS.get(parts.scheme, ()):
+            # `obstore` would die of it at the first call. Files that are mounted end so.
+            if not os.environ.get(name, "").isprintable():
+                raise ValueError(f"{name}: holds a line break, or what is no character")
         if parts.scheme in ("file", "gs") and endpoint:
             raise ValueError(f"endpoint: not allowed with {parts.scheme}://")
         if parts.scheme != "s3" and region:
@@ -179,22 +197,6 @@ def _check_endpoint(name: str, address: str) -> None:
     )
 
 
-def _check_environment(prefix: str, endpoint: str) -> None:
-    """Check what `obstore` takes from the environment, but tells of at its first call, or never.
-
-    Raises:
-        ValueError: names the variable.
-    """
-    for name, value in os.environ.items():
-        if not prefix or not name.startswith(prefix):
-            continue
-        if re.fullmatch(r"\w+_ENDPOINT(_URL)?(_S3)?", name) and not endpoint:
-            _check_endpoint(name, value)
-        # Files that are mounted as secrets often end with one.
-        if name.endswith(("_ID", "_KEY", "_TOKEN", "_SECRET")) and not value.isprintable():
-            raise ValueError(f"{name}: holds a line break, or what is no character")
-
-
 class _Client:
     """Client of an object store: see `ListingClient`."""
 
@@ -249,7 +251,7 @@ class _Client:
                 return await ranges(name, payload, size)
             except _RefusedError as error:
                 # This one cannot be read; the next write replaces it.
-                return str(error)
+                return Unread(error)
 
         async def ranges(name: str, payload: memoryview, size: int) -> bytes | None:
             first = await self._range(name, 0, min(size, RANGE_BYTES))
@@ -379,5 +381,5 @@ def _summary(error: Exception) -> str:
     Query strings and credentials in URLs are removed, as the former may contain a signature.
     """
     line = re.sub(r"\?[^\s()\"']*", "?...", str(error).strip().partition("\n")[0])
-    line = re.sub(r"//[^/\s@]*@", "//...@", line)
+    line = re.sub(r"//[^\s@]*@", "//...@", line)
     return f"{type(error).__name__}: {line}"

@@ -63,6 +63,9 @@ QUESTIONS_AT_ONCE = 4
 MOST_BAD = 2**14
 """Most keys that are remembered for their invalid values; the oldest are forgotten first."""
 
+MOST_UNREAD = 4
+"""So many values that cannot be read, and none in between that can: then the store is at fault."""
+
 BAD_LASTS = 600.0
 """Seconds for which a key with an invalid value counts as missing. Others may replace the value."""
 
@@ -282,7 +285,7 @@ class StoreTier(Tier):
         )
         refused = [name for name, it in zip(names, records, strict=True) if type(it) is Unread]
         if refused:
-            # If the store answers this, those values are at fault, and nothing else is.
+            # If the store answers this, and others can be read, those values are at fault alone.
             await self._answer(self._asking, lambda client: client.exists(refused))
         errors: list[str | None] = []
         for key, record, payload, chunk in zip(keys, records, payloads, chunks, strict=True):
@@ -299,6 +302,13 @@ class StoreTier(Tier):
                 self._bad[key] = time.monotonic() - BAD_LASTS * once
             if errors[-1] == NO_KEY:
                 self._keyless.add(key)
+        unread = [key for key, it in zip(keys, records, strict=True) if type(it) is Unread]
+        if None in errors:
+            self._unread.clear()
+        elif len(self._unread) < MOST_UNREAD:
+            self._unread.update(unread[:MOST_UNREAD])
+        if unread and len(self._unread) >= MOST_UNREAD:
+            raise StoreError(str(next(filter(None, errors))))
         for _ in range(len(self._bad) - MOST_BAD):
             del self._bad[next(iter(self._bad))]
         if len(self._keyless) > MOST_BAD:
@@ -425,6 +435,8 @@ class StoreTier(Tier):
         self._coder = Coder.of(sealer, self._codec, self._chunk_bytes)
         # Keys whose values were found invalid, and when.
         self._bad: dict[bytes, float] = {}
+        # Keys, not many, whose values could not be read since one could be.
+        self._unread: set[bytes] = set()
         # Those of them whose values are encrypted with keys that were not known.
         self._keyless: set[bytes] = set()
         self._keys_seen = 0 if self._keys is None else self._keys.changes

@@ -99,6 +99,23 @@ def test_what_the_environment_says_wrongly_is_refused_by_its_name_and_not_shown(
         ObjectTier(PLACE, url="s3://bucket", region="eu", endpoint="http://127.0.0.1:1")
 
 
+@pytest.mark.parametrize(
+    "variables",
+    [
+        {"AWS_USE_FIPS_ENDPOINT": "true", "AWS_S3_US_EAST_1_REGIONAL_ENDPOINT": "regional"},
+        {"AZURE_SEARCH_ENDPOINT": "x.search.windows.net", "AWS_SSH_PRIVATE_KEY": "a\nb\n"},
+    ],
+    ids=["of S3", "of others"],
+)
+@pytest.mark.parametrize("url", ["s3://bucket/x", "az://container/x"])
+def test_what_the_environment_says_to_others_is_nobodys_affair(
+    monkeypatch: pytest.MonkeyPatch, variables: dict[str, str], url: str
+) -> None:
+    for name, value in {**variables, "AZURE_STORAGE_ACCOUNT_NAME": "account"}.items():
+        monkeypatch.setenv(name, value)
+    ObjectTier(PLACE, url=url)
+
+
 @settings(max_examples=400, deadline=None)
 @given(ADDRESS)
 def test_no_message_and_no_description_shows_the_password_of_an_address(address: str) -> None:

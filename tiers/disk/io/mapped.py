@@ -8,6 +8,7 @@ calls, which is what a mapping of DAX memory comes to as well.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import mmap
 import os
@@ -75,7 +76,7 @@ class MappedIO(BufferedIO):
                 os.posix_fallocate(fd, 0, least)
                 size = least
             if held[1] < size:
-                if held[1] < 0 and descriptors_left() < SPARE_DESCRIPTORS // 4:
+                if held[1] < 0 and not _descriptors_are_left():
                     return None
                 # A hole for which there is no room any more would be a signal, too.
                 os.posix_fallocate(fd, 0, size)
@@ -85,6 +86,12 @@ class MappedIO(BufferedIO):
 
 
 _NOTHING: tuple[Pages, int] = (np.zeros(0, np.uint8), -1)
+
+
+def _descriptors_are_left() -> bool:
+    with contextlib.suppress(OSError):
+        return descriptors_left() >= SPARE_DESCRIPTORS // 4
+    return False
 
 
 def _is_memory(fd: int) -> bool:
