@@ -43,9 +43,7 @@ class LoRAOffloadingManager(KVStoreOffloadingManager):
         (named,) = self._adapters.named([key], req_context)
         return super().lookup(named, req_context)
 
-    def _own_keys(
-        self, keys: Collection[OffloadKey], req_context: ReqContext
-    ) -> Collection[OffloadKey]:
+    def _own_keys(self, keys: Collection[OffloadKey], req_context: ReqContext) -> list[OffloadKey]:
         return super()._own_keys(self._adapters.named(keys, req_context), req_context)
 
     def prepare_store(

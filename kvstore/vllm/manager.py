@@ -221,11 +221,9 @@ class KVStoreOffloadingManager(OffloadingManager):
     def touch(self, keys: Collection[OffloadKey], req_context: ReqContext) -> None:
         self._manager.touch(self._own_keys(keys, req_context))
 
-    def _own_keys(
-        self, keys: Collection[OffloadKey], req_context: ReqContext
-    ) -> Collection[OffloadKey]:
+    def _own_keys(self, keys: Collection[OffloadKey], req_context: ReqContext) -> list[OffloadKey]:
         """The keys under which what vLLM calls `keys` is kept for this request, in their order."""
-        return keys
+        return [*keys]
 
     # -- load and store ------------------------------------------------------------------
 

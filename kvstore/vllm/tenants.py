@@ -115,9 +115,7 @@ class TenantOffloadingManager(KVStoreOffloadingManager):
     def lookup(self, key: OffloadKey, req_context: ReqContext) -> LookupResult:
         return super().lookup(_named(key, req_context), req_context)
 
-    def _own_keys(
-        self, keys: Collection[OffloadKey], req_context: ReqContext
-    ) -> Collection[OffloadKey]:
+    def _own_keys(self, keys: Collection[OffloadKey], req_context: ReqContext) -> list[OffloadKey]:
         return [_named(key, req_context) for key in keys]
 
     def prepare_store(
