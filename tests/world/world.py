@@ -497,6 +497,15 @@ class World:
                     f"seed {self.seed}, act {self.acts}: {type(error).__name__}: {error}"
                 ) from error
 
+    def left_open(self, process: Process) -> list[int]:
+        """The files that a process has open, but for those that garbage alone refers to."""
+        for generation in range(3):
+            if not self.files.fds_of(process):
+                break
+            # What an error refers to may be part of a cycle, a young one mostly.
+            gc.collect(generation)
+        return self.files.fds_of(process)
+
     def _until(self, done: Callable[[], bool]) -> None:
         def watched() -> bool:
             seconds = self.kernel.now - self._moved[0]
@@ -541,10 +550,7 @@ class Server:
     def _gone(self) -> None:
         """The process ends: nothing may be open any more."""
         self.world.servers[self.slot] = None
-        left = self.world.files.fds_of(self.process)
-        if left:
-            gc.collect()
-            left = self.world.files.fds_of(self.process)
+        left = self.world.left_open(self.process)
         if left:
             paths = sorted({self.world.files._fds[fd].path for fd in left})
             raise BrokenError(f"{len(left)} files are left open after the end: {paths}")
@@ -1226,11 +1232,7 @@ class Enemy:
                 and not any(text in str(error) for text in NOTHING_TO_DO)
             ):
                 raise
-        left = world.files.fds_of(world.kernel.process)
-        if left:
-            # What an error refers to may be part of a cycle.
-            gc.collect()
-            left = world.files.fds_of(world.kernel.process)
+        left = world.left_open(world.kernel.process)
         if left:
             raise BrokenError(f"{what.__name__} leaves {len(left)} files open")
 
