@@ -34,7 +34,7 @@ class EnduranceBudget(AdmissionFilter):
         if not 0 <= bytes_per_day <= _MOST_BYTES:
             raise ValueError(f"bytes_per_day must be from 0 to 2**60, not {bytes_per_day}")
         if not 0 <= burst_s <= _LONGEST:
-            raise ValueError(f"burst_s must be from 0 to {_LONGEST:g} seconds, not {burst_s}")
+            raise ValueError(f"burst_s must be from 0 to {_LONGEST:.0f} seconds, not {burst_s}")
         self.bytes_per_day = bytes_per_day or capacity * chunk_bytes
         self._rate = self.bytes_per_day / _DAY
         self._most = max(float(chunk_bytes), self._rate * burst_s)
