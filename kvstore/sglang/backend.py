@@ -161,6 +161,7 @@ class HiCacheKVStore(HiCacheStorage):
             )
         given = dict(whole.identity or {})
         tiers = [_divided(tier, share) for tier in whole.tiers]
+        is_first = pool.name == KV and self._is_first
         return attrs.evolve(
             whole,
             chunk_bytes=pool.page_bytes,
@@ -168,7 +169,8 @@ class HiCacheKVStore(HiCacheStorage):
             tiers=tiers,
             identity={**self._identity(pool, given), **given},
             # A socket and a file have one owner; files of other ranks get names of their own.
-            control=whole.control if pool.name == KV and self._is_first else None,
+            control=whole.control if is_first else None,
+            control_token_file=whole.control_token_file if is_first else None,
             record_trace=whole.record_trace if pool.name == KV else None,
         )
 

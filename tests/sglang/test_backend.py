@@ -397,8 +397,13 @@ def test_a_pool_that_cannot_be_cleared_keeps_no_other_from_it(
         assert not any(one._pools[str(PoolName.MAMBA)].each(names))
 
 
-def test_only_the_first_rank_has_the_control_socket(tmp_path: Path) -> None:
+@pytest.mark.parametrize("token", [False, True])
+def test_only_the_first_rank_has_the_control_socket(tmp_path: Path, token: bool) -> None:
     given = extra(tmp_path / "kv", control=str(tmp_path / "ctl"))
+    if token:
+        (tmp_path / "token").write_text("a token of some length")
+        (tmp_path / "token").chmod(0o600)
+        given["kvstore"]["control_token_file"] = str(tmp_path / "token")
     with _backend(attention("page_first"), given):
         assert (tmp_path / "ctl").is_socket()
         with _backend(attention("page_first"), given, tp_rank=1, tp_size=2) as other:
