@@ -231,7 +231,9 @@ def judge(times: Sequence[float], samples: Sequence[dict[str, int]]) -> tuple[An
     long = len(settled) >= GROWTH_SAMPLES
     for name in samples[0]:
         values = [samples[index][name] for index in settled]
-        first, last = statistics.median(values[:middle]), statistics.median(values[middle:])
+        # Of a short run on a busy machine there may be one alone.
+        first = statistics.median(values[:middle] or values)
+        last = statistics.median(values[middle:])
         figures[name] = {
             "min": min(values),
             "median": statistics.median(values),
