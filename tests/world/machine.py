@@ -206,15 +206,6 @@ def _no_ioctl(fd: int, *args: object) -> None:
     raise OSError(25, "Inappropriate ioctl for device")
 
 
-class _NoLock(contextlib.nullcontext[None]):
-    """Threads of the world run one at a time. Python 3.13 uses a lock by `with`, others do not."""
-
-    def acquire(self) -> None:
-        """Do nothing."""
-
-    release = acquire
-
-
 class Listener(logging.Handler):
     """Keeps the last lines of the log; a line with a traceback fails the world."""
 
@@ -224,7 +215,8 @@ class Listener(logging.Handler):
         self.tell: Callable[[str], None] = lambda text: None
 
     def createLock(self) -> None:  # noqa: N802
-        self.lock = _NoLock()  # type: ignore[assignment]
+        # A real one: all threads of the world are one of the system, which may take it again.
+        self.lock = _thread.RLock()
 
     def emit(self, record: logging.LogRecord) -> None:
         current = self._kernel.current

@@ -283,10 +283,10 @@ class StoreTier(Tier):
         records = await self._in_turn(
             self._reading, order, payloads, lambda client: client.get(names, payloads)
         )
-        refused = [name for name, it in zip(names, records, strict=True) if type(it) is Unread]
-        if refused:
+        unread = [key for key, it in zip(keys, records, strict=True) if type(it) is Unread]
+        if unread:
             # If the store answers this, and others can be read, those values are at fault alone.
-            await self._answer(self._asking, lambda client: client.exists(refused))
+            await self._answer(self._asking, lambda client: client.exists(self._names(unread)))
         errors: list[str | None] = []
         for key, record, payload, chunk in zip(keys, records, payloads, chunks, strict=True):
             if isinstance(record, bytes):
@@ -302,7 +302,6 @@ class StoreTier(Tier):
                 self._bad[key] = time.monotonic() - BAD_LASTS * once
             if errors[-1] == NO_KEY:
                 self._keyless.add(key)
-        unread = [key for key, it in zip(keys, records, strict=True) if type(it) is Unread]
         if None in errors:
             self._unread.clear()
         elif len(self._unread) < MOST_UNREAD:
