@@ -336,9 +336,10 @@ async def test_a_value_that_cannot_be_removed_keeps_no_other_one(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     monkeypatch.setattr(sweeper, "MOST_REMOVED", 4)
-    bench, unlink = opened(), os.unlink
+    # Who stores nothing sweeps only when asked.
+    writer, bench, unlink = opened(capacity=0), opened(), os.unlink
     keys = keys_of(range(2 * LEFT))
-    await store(bench, keys)
+    await store(writer, keys)
     age(tmp_path, keys, 1000)
     immutable, tried = {key.hex() for key in keys[:kept]}, []
 
@@ -359,6 +360,7 @@ async def test_a_value_that_cannot_be_removed_keeps_no_other_one(
         assert sweeper.MOST_REFUSED <= len(tried) <= 4 * sweeper.MOST_REFUSED
     assert "the store cannot be swept" in caplog.text
     assert "Operation not permitted" in caplog.text
+    await writer.close()
     await bench.close()
 
 
