@@ -19,7 +19,7 @@ from kvstore.connector.mediums import DeviceLoadStoreSpec, HostLoadStoreSpec, Lo
 from kvstore.connector.server import KVCacheConfigLike, KVCacheGroupLike, ServerConfigLike
 from kvstore.engine.host_memory import join_region, private_region, release_region, share_region
 from kvstore.errors import ConfigError
-from kvstore.tiers.pinned import PinnedRegion, RegionShape
+from kvstore.tiers.pinned import PinnedRegion
 
 if TYPE_CHECKING:
     import torch
@@ -209,13 +209,13 @@ class KVStoreSpec(OffloadingSpec):
             KVStoreError: if memory or a path is not available, or workers are missing.
         """
         if self._manager is None:
-            region = self._region(join_region)
+            region = self._region(scheduler=True)
             self._manager = self.manager_class(
                 self.store_config,
                 region,
                 block_size=self.offloaded_block_size[0],
                 one_group=len(self.device_block_size) == 1,
-                release=lambda: self._release(region),
+                release=lambda: release_region(self._server, region, scheduler=True),
             )
         return self._manager
 
@@ -238,7 +238,7 @@ class KVStoreSpec(OffloadingSpec):
                 f"the KV cache is on {', '.join(sorted(devices))}: must be in host memory or on "
                 "CUDA"
             )
-        region = self._region(share_region)
+        region = self._region(scheduler=False)
         first = (self._rank or 0) * self._part_bytes
         rows = region.array[:, first : first + self._part_bytes]
         try:
@@ -280,11 +280,12 @@ class KVStoreSpec(OffloadingSpec):
             groups.append(tables)
         return groups
 
-    def _region(self, meet: Callable[[str, int, RegionShape], PinnedRegion]) -> PinnedRegion:
-        """Return host memory; if workers are processes of their own, `meet` them to share it."""
+    def _region(self, *, scheduler: bool) -> PinnedRegion:
+        """Return host memory, shared if workers are processes of their own."""
         shape = rows_for(self.store_config, self.chunk_bytes)
         if self._rank is None:
-            return private_region(self._server, shape)
+            return private_region(self._server, shape, scheduler=scheduler)
+        meet = join_region if scheduler else share_region
         return meet(self._server, self.num_workers, shape)
 
     def _release(self, region: PinnedRegion) -> None:

@@ -7,15 +7,27 @@ worker in a process of its own gets shared memory.
 from __future__ import annotations
 
 import threading
+from dataclasses import dataclass
 
-from kvstore.errors import KVStoreError
+from kvstore.errors import ConfigError, KVStoreError
 from kvstore.tiers.pinned import PinnedRegion, RegionShape
 
 __all__ = ["in_process", "join_region", "private_region", "release_region", "share_region"]
 
 _lock = threading.Lock()
-_in_process: dict[str, tuple[PinnedRegion, int]] = {}
-"""For each server, its private memory and how many parts use it."""
+
+
+@dataclass
+class _Private:
+    """Private memory, how many parts use it, and whether one of them is a scheduler's."""
+
+    region: PinnedRegion
+    shape: RegionShape
+    parts: int = 0
+    scheduled: bool = False
+
+
+_in_process: dict[str, _Private] = {}
 
 
 def in_process(server: str) -> bool:
@@ -24,16 +36,27 @@ def in_process(server: str) -> bool:
         return server in _in_process
 
 
-def private_region(server: str, shape: RegionShape) -> PinnedRegion:
+def private_region(server: str, shape: RegionShape, *, scheduler: bool = False) -> PinnedRegion:
     """Return private memory for a server whose parts are all in this process.
 
+    Args:
+        scheduler: it is for the part that decides what rows hold.
+
     Raises:
-        ConfigError: if the machine does not have that much memory.
+        ConfigError: if the machine does not have that much memory, or a second server in this
+            process has the same name.
     """
     with _lock:
-        region, users = _in_process.get(server) or (PinnedRegion.private(*shape), 0)
-        _in_process[server] = (region, users + 1)
-        return region
+        held = _in_process.get(server) or _Private(PinnedRegion.private(*shape), shape)
+        if held.shape != shape or (held.scheduled and scheduler):
+            raise ConfigError(
+                f"engine_id = {server!r}: another server in this process has this name, and would "
+                "share its host memory: give each server a name of its own, or none"
+            )
+        _in_process[server] = held
+        held.parts += 1
+        held.scheduled |= scheduler
+        return held.region
 
 
 def share_region(server: str, workers: int, shape: RegionShape) -> PinnedRegion:
@@ -58,18 +81,21 @@ def join_region(server: str, workers: int, shape: RegionShape) -> PinnedRegion:
         region.close()
         raise KVStoreError(
             f"not all {workers} workers share this process's memory; kvstore needs the "
-            "scheduler and its workers on one machine, started before the scheduler"
+            "scheduler and its workers on one machine, the workers started before the scheduler, "
+            f"and no other server of that machine with the name (engine_id) {server!r}"
         )
     return region
 
 
-def release_region(server: str, region: PinnedRegion) -> None:
+def release_region(server: str, region: PinnedRegion, *, scheduler: bool = False) -> None:
     """Release one part's use of the memory; the last one in this process frees it."""
     with _lock:
         held = _in_process.get(server)
-        if held is not None and held[0] is region:
-            if held[1] > 1:
-                _in_process[server] = (region, held[1] - 1)
+        if held is not None and held.region is region:
+            held.parts -= 1
+            if scheduler:
+                held.scheduled = False
+            if held.parts:
                 return
             del _in_process[server]
     region.close()

@@ -210,7 +210,7 @@ def manager_region(
         KVStoreError: if the workers do not share this machine's memory.
     """
     if in_process(engine):
-        return private_region(engine, shape)
+        return private_region(engine, shape, scheduler=True)
     with _explained(stages):
         return join_region(engine, workers, shape)
 

@@ -144,7 +144,7 @@ class KVStoreOffloadingManager(OffloadingManager):
             steady=True,
             late_completions=False,
             label=spec.config.model.name.rstrip("/").rsplit("/", 1)[-1],
-            release=lambda: release_region(engine, region),
+            release=lambda: release_region(engine, region, scheduler=True),
         )
         if config.tiers:
             outlive_signals(self)

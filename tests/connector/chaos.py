@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
@@ -21,8 +21,7 @@ from kvstore.connector.mediums import DeviceLoadStoreSpec
 from kvstore.connector.server import KVCacheConfig, KVCacheGroup, KVCacheSpec, ServerConfig
 from kvstore.connector.single_tier import PolicyManager
 from kvstore.connector.spec import Handlers, KVStoreSpec
-from kvstore.engine.host_memory import join_region
-from kvstore.tiers.pinned import PinnedRegion, RegionShape
+from kvstore.tiers.pinned import PinnedRegion
 from tests.connector.held import Clock, HeldEngine, Shelf
 
 __all__ = [
@@ -218,13 +217,13 @@ class ChaosSpec(KVStoreSpec):
     def host_memory(self) -> PinnedRegion:
         """What the handlers copy from and to."""
         if self._host is None:
-            self._host = self._region(join_region)
+            self._host = self._region(scheduler=False)
         return self._host
 
-    def _region(self, meet: Callable[[str, int, RegionShape], PinnedRegion]) -> PinnedRegion:
+    def _region(self, *, scheduler: bool) -> PinnedRegion:
         # To learn how much of a few pages is huge, the maps of all the process would be read.
         with patch("kvstore.tiers.pinned.backed_by_huge_pages", lambda address: 0):
-            return super()._region(meet)
+            return super()._region(scheduler=scheduler)
 
     def close(self) -> None:
         """Nobody looks at host memory any more."""

@@ -243,6 +243,23 @@ def test_the_last_to_end_gives_host_memory_back() -> None:
         _ = region.view
 
 
+def test_a_second_server_of_one_name_in_one_process_is_refused() -> None:
+    """Each would decide alone what the same rows hold."""
+
+    def named(rows: int) -> KVStoreSpec:
+        extra = {"cpu_bytes_to_use": rows * 4 * PAGE, "identity": {}}
+        return KVStoreSpec(ServerConfig.of(TOKENS, extra, engine_id="0"), groups_of(TOKENS))
+
+    first = named(8).get_manager()
+    for rows in (8, 16):
+        with pytest.raises(ConfigError, match="engine_id = '0': another server in this process"):
+            named(rows).get_manager()
+    assert first.region.view.nbytes > 0
+    first.shutdown()
+    again = named(16).get_manager()
+    again.shutdown()
+
+
 @pytest.mark.parametrize(
     ("extra", "message"),
     [
