@@ -110,7 +110,7 @@ def run_import(options: argparse.Namespace) -> int:
             f"{before}"
         )
         if done.stored < done.chunks and not done.faults:
-            print("the capacity of the lane holds no more: see --capacity")
+            print("its lane holds no more (see --capacity), or could not be written: see the log")
     return int(bool(done.faults) or done.stored < done.chunks)
 
 
@@ -125,9 +125,13 @@ def run_show(options: argparse.Namespace) -> int:
     place = places_of(namespace, [key]).get(key)
     if place is None:
         raise KVStoreError(f"{options.path} holds no chunk {key.hex()}")
+    if namespace.lost is not None:
+        # It may be of older weights.
+        raise KVStoreError(str(namespace.lost))
     sealer = sealer_of(options.keys, namespace.digest)
     place, payload = read_whole(place, sealer)
-    checked = place.proof.checkable(sealer)
+    # What cannot be read is not whole, whatever its key.
+    checked = place.proof.checkable(sealer) or payload is None
     told: dict[str, object] = {
         "namespace": namespace.name,
         "segment": str(place.path),
@@ -155,7 +159,7 @@ def run_show(options: argparse.Namespace) -> int:
     for name, value in told.items():
         print(f"{name.removesuffix('_ms'):<{width}}  {value}")
     if checked and payload is None:
-        print("WRONG payload does not match its digest")
+        print("WRONG payload does not match its digest, or cannot be read")
     return int(checked and payload is None)
 
 

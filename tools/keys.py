@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
+import fcntl
 import os
+from collections.abc import Iterator
+from pathlib import Path
 from secrets import token_bytes
 
 from kvstore.errors import ConfigError, KVStoreError
@@ -20,6 +24,33 @@ def run_keys(options: argparse.Namespace) -> int:
         KVStoreError: if the file cannot be used, or has no keys of that tenant.
         OSError: if it cannot be written.
     """
+    if any(each is not None for each in (options.add, options.retire, options.forget)):
+        with _alone(options.file):
+            keys = _changed(options)
+    else:
+        keys = _read(options)
+    ids = {tenant: [secret.id.hex() for secret in its] for tenant, its in keys.items()}
+    if options.json:
+        print_json({"tenants": ids})
+    else:
+        rows = [[name, its[0], ", ".join(its[1:]) or "-"] for name, its in ids.items()]
+        print_table(["tenant", "newest key", "older keys"], rows)
+    return 0
+
+
+@contextlib.contextmanager
+def _alone(path: Path) -> Iterator[None]:
+    """Let no other command change a file of this folder meanwhile: it would lose these keys."""
+    folder = os.open(path.resolve().parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        fcntl.flock(folder, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(folder)
+
+
+def _changed(options: argparse.Namespace) -> dict[str, list[Secret]]:
+    """Change the file, and return what is in it then."""
     keys = _read(options)
     if options.add is not None and not (options.add and options.add.isprintable()):
         raise KVStoreError(f"{options.add!r} is no name of a tenant: it must be printable")
@@ -35,15 +66,8 @@ def run_keys(options: argparse.Namespace) -> int:
         raise KVStoreError(f"{ALL!r} must have a key: add one, and then retire the others")
     if options.forget is not None:
         del keys[options.forget]
-    if any(each is not None for each in (options.add, options.retire, options.forget)):
-        write_keys(options.file, keys)
-    ids = {tenant: [secret.id.hex() for secret in its] for tenant, its in keys.items()}
-    if options.json:
-        print_json({"tenants": ids})
-    else:
-        rows = [[name, its[0], ", ".join(its[1:]) or "-"] for name, its in ids.items()]
-        print_table(["tenant", "newest key", "older keys"], rows)
-    return 0
+    write_keys(options.file, keys)
+    return keys
 
 
 def _new() -> Secret:

@@ -100,7 +100,7 @@ def show_progress(unit: str = "chunks") -> Iterator[Callable[[float, float], Non
     Args:
         unit: what is counted; "bytes" are shown as sizes.
     """
-    if not sys.stderr.isatty():
+    if sys.stderr is None or not sys.stderr.isatty():
         yield lambda done, total: None
         return
     progress = Progress(

@@ -129,7 +129,9 @@ def run_gc(options: argparse.Namespace) -> int:
     unknown = [
         each
         for each, _ in found
-        if each.lost or not (each.identity or Path(each.path).is_symlink())
+        if each.lost
+        or (each.unlisted and not each.lanes)
+        or not (each.identity or Path(each.path).is_symlink())
     ]
     found = [each for each in found if each[0] not in unknown]
     found.sort(key=lambda each: each[1], reverse=True)

@@ -25,13 +25,19 @@ from kvstore.assembly import names_added
 from kvstore.config import Config, DiskConfig
 from kvstore.errors import MALFORMED, ForeignFileError, KVStoreError, PathUnusableError
 from kvstore.maintenance.payloads import Proof, read_payload, sealer_of
-from kvstore.maintenance.survey import Fault, NamespaceSurvey, survey
+from kvstore.maintenance.survey import (
+    EmptyPathError,
+    Fault,
+    LaneSurvey,
+    NamespaceSurvey,
+    survey,
+)
 from kvstore.policies.shares import Shares
-from kvstore.tiers.disk.epoch import read_epoch
+from kvstore.tiers.disk.epoch import MAX_EPOCH, read_epoch
 from kvstore.tiers.disk.format import Geometry
 from kvstore.tiers.disk.index import read_index
 from kvstore.tiers.disk.io.base import read_bytes
-from kvstore.tiers.disk.namespace import Namespace, read_namespace
+from kvstore.tiers.disk.namespace import FILE_NAME, Namespace, read_namespace
 from kvstore.tiers.pinned import round_to_page
 from kvstore.tiers.sealing import Sealer, is_sealed
 from kvstore.types import check_key
@@ -249,6 +255,8 @@ def export_bundle(
     namespace = the_namespace(path)
     folder = Path(namespace.path)
     # As no server would open it, nobody could tell which of its chunks are right.
+    if namespace.lost is not None:
+        raise KVStoreError(str(namespace.lost))
     read_epoch(folder)
     found = places_of(namespace, keys)
     missing = [key for key in keys or () if key not in found]
@@ -334,11 +342,14 @@ def _write(
 def _still_there(places: Collection[Place]) -> set[bytes]:
     """Return the keys of those chunks whose records are what they were."""
     kept: set[bytes] = set()
-    for path in {place.path for place in places}:
+    for path in dict.fromkeys(place.path for place in places):
         try:
             _, live, _ = read_index(path)
         except (ForeignFileError, OSError):
-            continue  # A running server removed it.
+            if os.path.lexists(path):
+                # What could not be read there is missed: a fault.
+                kept |= {place.proof.key for place in places if place.path == path}
+            continue
         now = live.by_slot()
         kept |= {
             place.proof.key
@@ -418,7 +429,10 @@ def import_bundle(
         KVStoreError: if the file is no bundle, or its chunks cannot be stored at `path`.
         OSError: if the file cannot be read.
     """
-    fd = os.open(file, os.O_RDONLY | os.O_CLOEXEC)
+    if os.path.lexists(Path(path, FILE_NAME)):
+        raise PathUnusableError(f"{path} is a namespace: give the folder that it is in")
+    # One that is no file shall be told, not waited for.
+    fd = os.open(file, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
     try:
         bundle = _read_header(fd, file)
         folder = Path(path) / bundle.namespace
@@ -477,15 +491,31 @@ def _batches(keys: list[bytes], size: int) -> Iterator[list[bytes]]:
         yield keys[start : start + size]
 
 
-def _files_at(path: str | os.PathLike[str]) -> list[int]:
-    """The sizes of all files in the lanes at `path`."""
+def _lanes_at(path: str | os.PathLike[str], capacity_bytes: int | None) -> list[LaneSurvey]:
+    """The lanes at `path`.
+
+    Raises:
+        PathUnusableError: if not all that is there can be known, and no capacity is given.
+    """
+    if not os.path.lexists(path):
+        return []
     try:
         found = survey(path)
-    except PathUnusableError:
-        return []  # Nothing is there yet.
-    lanes = [lane for namespace in found for lane in namespace.lanes]
-    sizes = [segment.file_bytes for lane in lanes for segment in lane.segments]
-    return [*sizes, *(lane.other_bytes for lane in lanes)]
+    except EmptyPathError:
+        return []
+    unlisted = [str(fault) for namespace in found for fault in namespace.unlisted]
+    if unlisted and capacity_bytes is None:
+        raise PathUnusableError(
+            f"{unlisted[0]}: how much is there cannot be known. Name a capacity with --capacity"
+        )
+    return [lane for namespace in found for lane in namespace.lanes]
+
+
+def _held_bytes(lane: LaneSurvey) -> list[int]:
+    """The sizes of all files in a lane; what was cut short has its whole size when it is used."""
+    wholes = [Geometry(s.slots, s.slot_bytes, s.chunk_bytes).file_bytes for s in lane.segments]
+    sizes = [max(s.file_bytes, w) for s, w in zip(lane.segments, wholes, strict=True)]
+    return [*sizes, lane.other_bytes]
 
 
 def _config(
@@ -500,12 +530,20 @@ def _config(
     slot_bytes = round_to_page(bundle.chunk_bytes)
     smallest = Geometry(1, slot_bytes, bundle.chunk_bytes).file_bytes
     segment_bytes = max(smallest, bundle.segment_bytes)
+    lanes = _lanes_at(path, capacity_bytes)
     if capacity_bytes is None:
         slots = Geometry.fitting(segment_bytes, slot_bytes, bundle.chunk_bytes).slots
         # Beside all that is there, of which nothing shall be displaced.
-        held = _files_at(path)
+        held = [size for lane in lanes for size in _held_bytes(lane)]
         room = (-(-len(bundle.places) // slots) + 1) * segment_bytes
         capacity_bytes = sum(held) + max(room, *held, 0)
+    own_lanes = [lane for lane in lanes if Path(lane.path).parent.name == bundle.namespace]
+    for lane in own_lanes:
+        if lane.owner is None and sum(_held_bytes(lane)) > capacity_bytes:
+            raise KVStoreError(
+                f"{lane.path} holds {sum(_held_bytes(lane))} bytes, of which some would be removed "
+                f"for a capacity of {capacity_bytes}: give a larger one, or none"
+            )
     own = names_added(encrypted=keys is not None)
     return Config(
         cpu_bytes_to_use=max(HOST_BYTES, 2 * slot_bytes),
@@ -540,9 +578,11 @@ def _read_header(fd: int, file: Path) -> _Bundle:
         if not entries:
             raise wrong("it holds no chunk")
         sizes = {int(end) - int(start) for start, end in _offsets(entries)}
-        if len(sizes) != 1 or identity["chunk_bytes"] not in sizes:
+        if len(sizes) != 1 or identity["chunk_bytes"] not in sizes or min(sizes) < 1:
             raise wrong("its chunks are not of one size")
         places, epoch = {}, int(told.get("epoch", 0))
+        if not 0 <= epoch <= MAX_EPOCH:
+            raise wrong(f"its epoch is {epoch}")
         for name, each in entries.items():
             key, offset = check_key(bytes.fromhex(name)), 8 + room + int(each["data_offsets"][0])
             places[key] = (offset, Proof(key, epoch, bytes.fromhex(digests[name])))

@@ -8,10 +8,11 @@ one lane fails, the others are still done.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TypeVar
 
 from kvstore.errors import (
     ConfigError,
@@ -51,6 +52,7 @@ __all__ = [
 ]
 
 PathLike = str | os.PathLike[str]
+_One = TypeVar("_One", bound="_Done")
 
 
 @dataclass(slots=True)
@@ -69,43 +71,46 @@ class Layout:
 
 
 @dataclass(slots=True)
-class CompactedLane:
-    """Result of compacting a lane.
+class _Done:
+    """What was done to a lane.
 
     Attributes:
         lane: folder of the lane, or of its namespace if that could not be read.
-        result: None if there was nothing to do or nothing could be done.
         refused: why nothing was done, or None.
         failed: what went wrong, or None; work done until then is kept.
     """
 
     lane: str
-    result: Compaction | None
     refused: str | None = None
     failed: str | None = None
 
 
 @dataclass(slots=True)
-class PurgedLane:
+class CompactedLane(_Done):
+    """Result of compacting a lane.
+
+    Attributes:
+        result: None if there was nothing to do or nothing could be done.
+    """
+
+    result: Compaction | None = None
+
+
+@dataclass(slots=True)
+class PurgedLane(_Done):
     """Result of purging a lane.
 
     Attributes:
-        lane: folder of the lane, or of its namespace if that could not be read.
         chunks: number of chunks forgotten.
         bytes: bytes of their payloads.
         outdated: number of others that were erased: nobody would have found them.
-        refused: why nothing was done, or None.
-        failed: what went wrong, or None; work done until then is kept.
         faults: segments that could not be purged.
     """
 
-    lane: str
-    chunks: int
-    bytes: int
-    refused: str | None = None
-    failed: str | None = None
-    faults: list[Fault] = field(default_factory=list)
+    chunks: int = 0
+    bytes: int = 0
     outdated: int = 0
+    faults: list[Fault] = field(default_factory=list)
 
 
 def layouts(path: PathLike) -> list[Layout]:
@@ -114,10 +119,13 @@ def layouts(path: PathLike) -> list[Layout]:
 
 
 def layouts_of(found: list[NamespaceSurvey]) -> list[Layout]:
-    """Return the layout of every lane that a survey has found."""
+    """Return the layout of every lane that a survey has found and could list."""
     result = []
     for namespace in found:
+        unlisted = {fault.path for fault in namespace.unlisted}
         for lane in namespace.lanes:
+            if lane.path in unlisted:
+                continue
             occupancy = [0] * 10
             for segment in lane.segments:
                 occupancy[min(9, 10 * segment.counted // segment.slots)] += 1
@@ -144,38 +152,20 @@ def compact(
         PathUnusableError: if `path` is not a folder or holds no namespace.
     """
     trust = Trust(strict_modes)
-    done = []
-    for its in namespaces_to_change(path):
-        if Path(its.path).is_symlink():
-            done.append(CompactedLane(its.path, None, refused=_link(its.path)))
-            continue
-        try:
-            read_namespace(Path(its.path))
-        except KVStoreError as error:
-            done.append(CompactedLane(its.path, None, failed=str(error)))
-            continue
-        done += [CompactedLane(each, None, refused=_link(each)) for each in its.links]
-        for lane in its.lanes:
-            folder, one = Path(lane.path), CompactedLane(lane.path, None)
-            done.append(one)
-            if its.lost is not None:
-                one.failed = str(its.lost)
-                continue
-            try:
-                if dry_run:
-                    _check_lane(folder, lane, trust)
-                one.result = compact_lane(folder, dry_run=dry_run, progress=progress, trust=trust)
-                if dry_run and one.result is not None:
-                    one.result.faults = [
-                        fault
-                        for fault in its.faults
-                        if folder in (Path(fault.path), Path(fault.path).parent)
-                    ]
-            except LaneBusyError as error:
-                one.refused = str(error)
-            except (KVStoreError, OSError) as error:
-                one.failed = _reason(folder, error)
-    return done
+
+    def act(its: NamespaceSurvey, lane: LaneSurvey, one: CompactedLane) -> None:
+        folder = Path(lane.path)
+        if dry_run:
+            _check_lane(folder, lane, trust)
+        one.result = compact_lane(folder, dry_run=dry_run, progress=progress, trust=trust)
+        if dry_run and one.result is not None:
+            one.result.faults = [
+                fault
+                for fault in its.faults
+                if folder in (Path(fault.path), Path(fault.path).parent)
+            ]
+
+    return _on_each_lane(namespaces_to_change(path), CompactedLane, act, described=True)
 
 
 def purge(
@@ -210,28 +200,66 @@ def purge(
     if since is not None and (isinstance(since, bool) or not isinstance(since, (int, float))):
         raise ConfigError(f"unused_since_ms = {since!r}: must be a number of ms since 1970")
     trust = Trust(strict_modes)
-    done = []
-    for its in namespaces_to_change(path, namespace):
+
+    def act(its: NamespaceSurvey, lane: LaneSurvey, one: PurgedLane) -> None:
+        folder = Path(lane.path)
+        if dry_run:
+            _check_lane(folder, lane, trust)
+            _purge_lane(folder, one, key, tag, since, None, its)
+        else:
+            with _owned(folder, lane.number, trust):
+                _purge_lane(folder, one, key, tag, since, trust, its)
+
+    return _on_each_lane(namespaces_to_change(path, namespace), PurgedLane, act)
+
+
+def _on_each_lane(
+    namespaces: Sequence[NamespaceSurvey],
+    make: Callable[[str], _One],
+    act: Callable[[NamespaceSurvey, LaneSurvey, _One], None],
+    *,
+    described: bool = False,
+) -> list[_One]:
+    """Do something to each lane; what it cannot be done to says why.
+
+    Args:
+        described: namespaces are left alone whose own file cannot be read.
+    """
+    done: list[_One] = []
+
+    def leave(path: str, *, refused: str | None = None, failed: str | None = None) -> None:
+        one = make(path)
+        one.refused, one.failed = refused, failed
+        done.append(one)
+
+    for its in namespaces:
         if Path(its.path).is_symlink():
-            done.append(PurgedLane(its.path, 0, 0, refused=_link(its.path)))
-        done += [PurgedLane(each, 0, 0, refused=_link(each)) for each in its.links]
+            leave(its.path, refused=_link(its.path))
+            continue
+        lanes = {lane.path for lane in its.lanes}
+        for fault in its.unlisted:
+            if fault.path not in lanes:
+                leave(fault.path, failed=str(fault))
+        if described and its.digest is None and not its.unlisted:
+            try:
+                read_namespace(Path(its.path))
+            except KVStoreError as error:
+                leave(its.path, failed=str(error))
+                continue
+        for each in its.links:
+            leave(each, refused=_link(each))
         for lane in its.lanes:
-            folder, one = Path(lane.path), PurgedLane(lane.path, 0, 0)
+            one = make(lane.path)
             done.append(one)
             if its.lost is not None:
                 one.failed = str(its.lost)
                 continue
             try:
-                if dry_run:
-                    _check_lane(folder, lane, trust)
-                    _purge_lane(folder, one, key, tag, since, None, its)
-                else:
-                    with _owned(folder, lane.number, trust):
-                        _purge_lane(folder, one, key, tag, since, trust, its)
+                act(its, lane, one)
             except LaneBusyError as error:
                 one.refused = str(error)
             except (KVStoreError, OSError) as error:
-                one.failed = _reason(folder, error)
+                one.failed = _reason(Path(lane.path), error)
     return done
 
 

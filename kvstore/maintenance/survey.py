@@ -7,6 +7,7 @@ self-validating, so a lane may be read while a process writes to it.
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import stat
 from collections import Counter
@@ -28,6 +29,7 @@ from kvstore.tiers.sealing import Sealer, is_sealed
 
 __all__ = [
     "NOT_FOLLOWED",
+    "EmptyPathError",
     "Fault",
     "LaneSurvey",
     "NamespaceSurvey",
@@ -43,6 +45,10 @@ NOT_FOLLOWED = "is a symbolic link; it is not followed"
 
 REPORT_BYTES = 8 * 1024 * 1024
 """Bytes of payload between two reports of progress."""
+
+
+class EmptyPathError(PathUnusableError):
+    """There is no namespace at a path: everything in it could be looked at."""
 
 
 @dataclass(slots=True)
@@ -102,7 +108,8 @@ class NamespaceSurvey:
     `epochs` are those in which somebody is: the newest, in which who opens it next will be, and
     older ones of processes that were not reset since. `lost` is the fault of a file `epoch` that
     is older than chunks are, or cannot be read. `sealed` says whether its chunks are encrypted.
-    `links` are lanes that are symbolic links.
+    `links` are lanes that are symbolic links. `unlisted` are those of the faults that tell of a
+    folder, of the namespace or a lane, which cannot be searched: what is in it is not known.
     """
 
     name: str
@@ -116,6 +123,12 @@ class NamespaceSurvey:
     links: list[str] = field(default_factory=list)
     lanes: list[LaneSurvey] = field(default_factory=list)
     faults: list[Fault] = field(default_factory=list)
+    unlisted: list[Fault] = field(default_factory=list)
+
+    def miss(self, folder: Path, error: OSError) -> None:
+        """Note that a folder cannot be searched."""
+        self.unlisted.append(Fault.of(folder, error))
+        self.faults.append(self.unlisted[-1])
 
 
 @dataclass(slots=True)
@@ -134,43 +147,53 @@ class Progress:
 def survey(path: str | os.PathLike[str]) -> list[NamespaceSurvey]:
     """Survey the namespaces at `path`: the folder given to a disk tier, or one namespace in it.
 
-    A namespace that is a symbolic link is reported as a fault and not followed.
+    A namespace that is a symbolic link is reported as a fault and not followed, and so is a folder
+    of which it cannot be said whether it is one.
 
     Raises:
-        PathUnusableError: if `path` is not a folder, cannot be read, or holds no namespace.
+        EmptyPathError: if `path` holds no namespace.
+        PathUnusableError: if `path` is not a folder or cannot be read, or none can be found in it
+            and a folder there cannot be searched.
     """
     folder = check_folder(path)
-    folders: list[Path] = []
-    unreadable: Path | None = None
+    found: list[NamespaceSurvey] = []
+    unsearched: list[NamespaceSurvey] = []
     try:
         if _holds_namespace(folder):
             return [_namespace(folder)]
         for one in sorted(folder.iterdir()):
             try:
                 if _holds_namespace(one):
-                    folders.append(one)
-            except PermissionError:
-                unreadable = unreadable or one
+                    found.append(_namespace(one))
+            except OSError as error:
+                # A file system's own folder is nobody's cache.
+                if one.name != "lost+found":
+                    unsearched.append(NamespaceSurvey(one.name, str(one), {}))
+                    unsearched[-1].miss(one, error)
     except OSError as error:
         raise PathUnusableError(f"{path} cannot be read: {error.strerror}") from error
-    if not folders:
-        reason = f"; {unreadable} cannot be read" if unreadable else ""
-        parents = folder.absolute().parents
-        above = next((one for one in parents if os.path.lexists(one / FILE_NAME)), None)
-        if above is not None:
-            reason = f"; it lies in the namespace {above}, give that"
-        raise PathUnusableError(f"{path} holds no kvstore namespace{reason}")
-    return [_namespace(one) for one in folders]
+    if found:
+        return sorted([*found, *unsearched], key=lambda each: each.path)
+    if unsearched:
+        (fault,) = unsearched[0].faults
+        raise PathUnusableError(f"{path} holds no kvstore namespace; {fault}")
+    above = next(
+        (one for one in folder.absolute().parents if os.path.lexists(one / FILE_NAME)), None
+    )
+    reason = "" if above is None else f"; it lies in the namespace {above}, give that"
+    raise EmptyPathError(f"{path} holds no kvstore namespace{reason}")
 
 
 def check_folder(path: str | os.PathLike[str]) -> Path:
-    """Return `path` if it is a folder.
+    """Return `path` if it is a folder; absolute where it does not tell its name.
 
     Raises:
         PathUnusableError: if it is not.
     """
     try:
         folder = Path(path)
+        if folder.name in ("", ".."):
+            folder = Path(os.path.abspath(folder))
         mode = folder.stat().st_mode
     except (FileNotFoundError, NotADirectoryError) as error:
         raise PathUnusableError(f"{path} is not a folder") from error
@@ -191,6 +214,11 @@ def _holds_namespace(folder: Path) -> bool:
         return False
     except FileNotFoundError:
         return folder.is_dir() and bool(lane_folders(folder))
+    except OSError as error:
+        # A link that leads to itself.
+        if error.errno == errno.ELOOP:
+            return False
+        raise
     return True
 
 
@@ -240,9 +268,10 @@ def _namespace(folder: Path) -> NamespaceSurvey:
     unread: dict[Path, OSError] = {}
     try:
         lanes = lane_folders(folder, unread=unread)
-        found.faults += [Fault.of(lane, error) for lane, error in unread.items()]
+        for lane_folder, reason in unread.items():
+            found.miss(lane_folder, reason)
     except OSError as error:
-        found.faults.append(Fault.of(folder, error))
+        found.miss(folder, error)
         return found
     entries = sorted(set(folder.glob("lane-[0-9]*")) - unread.keys())
     found.links = [str(each) for each in entries if each.is_symlink()]
@@ -257,7 +286,10 @@ def _namespace(folder: Path) -> NamespaceSurvey:
             epochs.add(found.epoch if told is None else told)
     found.epochs = sorted(epochs)
     for lane in found.lanes:
-        found.faults += _lane(lane, found)
+        try:
+            found.faults += _lane(lane, found)
+        except OSError as error:
+            found.miss(Path(lane.path), error)
         lane.epoch = max((each.epoch for each in lane.segments if each.live), default=None)
     newest = max((lane.epoch for lane in found.lanes if lane.epoch is not None), default=0)
     with contextlib.suppress(KVStoreError, OSError):
@@ -297,14 +329,16 @@ def _newest(folder: Path) -> int | None:
 
 
 def _lane(lane: LaneSurvey, namespace: NamespaceSurvey) -> list[Fault]:
-    """Look at every segment of a lane; returns what is wrong with them."""
+    """Look at every segment of a lane; returns what is wrong with them.
+
+    Raises:
+        OSError: if the lane cannot be listed.
+    """
     folder = Path(lane.path)
     try:
         paths = [path for _, path in segment_files(folder)]
     except FileNotFoundError:
         return []
-    except OSError as error:
-        return [Fault.of(folder, error)]
     faults: list[Fault] = []
     for path in paths:
         try:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import json
+import subprocess
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -33,6 +35,16 @@ def keys_file(tmp_path: Path) -> Path:
     for tenant in ("*", "alice", "bob"):
         assert command("keys", str(path), "--add", tenant).returncode == 0
     return path
+
+
+def test_commands_at_once_lose_no_key_of_each_other(tmp_path: Path) -> None:
+    path = tmp_path / "keys.toml"
+    start = [sys.executable, "-m", "kvstore.tools", "keys", str(path), "--add"]
+    names = [f"tenant-{number}" for number in range(5)]
+    running = [subprocess.Popen([*start, name], stdout=subprocess.DEVNULL) for name in names]
+    assert [one.wait() for one in running] == [0] * len(running)
+    told = json.loads(command("keys", str(path), "--json").stdout)
+    assert set(told["tenants"]) == {"*", *names}
 
 
 def config(path: Path, keys: Path, **more: Any) -> dict[str, Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import json
 import os
 import shutil
@@ -18,8 +19,15 @@ from safetensors.numpy import load_file
 
 import kvstore
 from kvstore.errors import KVStoreError, PathUnusableError
-from kvstore.maintenance import bundle
-from kvstore.maintenance.bundle import export_bundle, import_bundle, places_of, the_namespace
+from kvstore.maintenance import bundle, survey
+from kvstore.maintenance.bundle import (
+    export_bundle,
+    import_bundle,
+    places_of,
+    read_chunk,
+    the_namespace,
+)
+from kvstore.maintenance.offline import compact
 from kvstore.tiers.disk.epoch import raise_epoch
 from tests.patience import PATIENCE
 from tests.store.support import CHUNK, contents, keys_of, payloads, small
@@ -144,6 +152,24 @@ async def test_of_what_no_server_would_open_there_is_no_bundle(tmp_path: Path, n
     assert [one.name for one in tmp_path.iterdir()] == ["here"]
 
 
+async def test_where_its_epoch_is_lost_nothing_is_taken_for_right(tmp_path: Path) -> None:
+    """The chunks of before a reset would be those that count again."""
+    async with kvstore.open(settings(tmp_path / "here")) as store:
+        assert await store.put(KEYS, payloads(KEYS), durable=True) == len(KEYS)
+        await store.reset()
+        assert await store.put(KEYS[:1], payloads(KEYS[:1]), durable=True) == 1
+    (namespace,) = (tmp_path / "here").iterdir()
+    (namespace / "epoch").unlink()
+    for act in (
+        ["export", str(namespace), str(tmp_path / "b")],
+        ["show", str(namespace), KEYS[1].hex()],
+    ):
+        done = command(*act)
+        assert done.returncode == 2
+        assert "epoch" in done.stderr
+    assert not (tmp_path / "b").exists()
+
+
 async def test_what_it_is_of_is_known_although_it_could_not_be_read_at_first(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -173,6 +199,70 @@ async def test_an_import_displaces_nothing_that_is_there(tmp_path: Path) -> None
         assert store.contains([*more, *KEYS]) == [True] * (len(more) + len(KEYS))
     async with kvstore.open(settings(tmp_path / "there", "other")) as store:
         assert store.contains(more[:30]) == [True] * 30
+
+
+@pytest.mark.parametrize("odd", ["a link to itself", "segments cut short", "a small capacity"])
+async def test_an_import_displaces_nothing_where_something_is_odd(tmp_path: Path, odd: str) -> None:
+    here, there, file = tmp_path / "here", tmp_path / "there", tmp_path / "bundle"
+    await fill(here)
+    assert command("export", str(here), str(file)).returncode == 0
+    more = keys_of("more", 60)
+    namespace = await fill(there, more)
+    if odd == "a link to itself":
+        (there / "loop").symlink_to("loop")
+        assert command("verify", str(there)).returncode == 0
+    elif odd == "segments cut short":
+        for path in sorted(namespace.rglob("segment-*"))[:2]:
+            os.truncate(path, path.stat().st_size // 4)
+    whole = [key for key, place in places_of(the_namespace(there)).items() if read_chunk(place)]
+    small = ["--capacity", "100KiB"] if odd == "a small capacity" else []
+    done = command("import", str(file), str(there), *small)
+    assert done.returncode == (2 if small else 0), done.stderr
+    if small:
+        assert "of which some would be removed" in done.stderr
+    async with kvstore.open(settings(there)) as store:
+        assert store.contains(whole) == [True] * len(whole)
+        assert store.contains(KEYS) == [not small] * len(KEYS)
+
+
+async def test_an_import_does_not_guess_how_much_is_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    here, there, file = tmp_path / "here", tmp_path / "there", tmp_path / "bundle"
+    await fill(here)
+    export_bundle(here, file)
+    namespace = await fill(there, keys_of("more", 60))
+    real = survey._holds_namespace
+
+    def holds(folder: Path) -> bool:
+        if folder == namespace:
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        return real(folder)
+
+    monkeypatch.setattr(survey, "_holds_namespace", holds)
+    with pytest.raises(PathUnusableError, match="Input/output error"):
+        import_bundle(file, there)
+
+
+async def test_a_namespace_is_no_place_for_another_one(tmp_path: Path) -> None:
+    namespace, file = await fill(tmp_path / "here"), tmp_path / "bundle"
+    assert command("export", str(namespace), str(file)).returncode == 0
+    done = command("import", str(file), str(namespace))
+    assert done.returncode == 2
+    assert "is a namespace: give the folder that it is in" in done.stderr
+
+
+async def test_a_namespace_is_known_by_its_name_wherever_one_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    namespace = await fill(tmp_path / "here")
+    for number, (folder, path) in enumerate([(namespace, "."), (namespace / "lane-0", "..")]):
+        monkeypatch.chdir(folder)
+        export_bundle(path, tmp_path / f"bundle-{number}")
+        done = import_bundle(tmp_path / f"bundle-{number}", tmp_path / f"there-{number}")
+        assert (done.namespace, done.stored) == (namespace.name, len(KEYS))
+        (lane,) = compact(path)
+        assert (lane.failed, lane.refused) == (None, None)
 
 
 async def test_what_is_damaged_there_is_stored_anew(tmp_path: Path) -> None:
@@ -288,7 +378,7 @@ async def test_an_import_tells_what_is_there_in_the_end(tmp_path: Path) -> None:
     done = command("import", str(file), there, "--capacity", "100KiB")
     assert done.returncode == 1
     assert "has 18 of 20 chunks now" in done.stdout
-    assert "the capacity of the lane holds no more" in done.stdout
+    assert "its lane holds no more" in done.stdout
     done = command("import", str(file), there)
     assert done.returncode == 0, done.stdout
     assert "has 20 of 20 chunks now, 18 of them before" in done.stdout
@@ -310,6 +400,18 @@ async def test_a_bundle_that_was_cut_short_is_called_that_once(tmp_path: Path) -
     assert "has 17 of 20 chunks now" in done.stdout
 
 
+def header(offsets: list[int], version: int, epoch: int = 0) -> bytes:
+    size = offsets[1] - offsets[0]
+    told = {"format": "kvstore bundle", "version": str(version), "namespace": "one-0"}
+    told |= {
+        "identity": json.dumps({"chunk_bytes": size}),
+        "digests": json.dumps({"aa": "00" * 16}),
+    }
+    told |= {"epoch": str(epoch), "segment_bytes": "65536"}
+    raw = json.dumps({"__metadata__": told, "aa": {"data_offsets": offsets}}).encode()
+    return len(raw).to_bytes(8, "little") + raw
+
+
 @pytest.mark.parametrize(
     ("content", "what"),
     [
@@ -319,13 +421,16 @@ async def test_a_bundle_that_was_cut_short_is_called_that_once(tmp_path: Path) -
         ((9).to_bytes(8, "little") + b'{"a": [}}', "its header cannot be read"),
         ((58).to_bytes(8, "little") + b'{"__metadata__": {"format": "pt", "version": "1"}}        ',
          "its format is 'pt'"),
+        (header([5000, 0], 1), "its chunks are not of one size"),
+        (header([0, 4096], 1, epoch=-1), "its epoch is -1"),
+        (header([0, 4096], 1, epoch=2**64), "its epoch is 18446744073709551616"),
     ],
 )  # fmt: skip
 def test_what_is_no_bundle_is_refused(tmp_path: Path, content: bytes, what: str) -> None:
     file = tmp_path / "file"
     file.write_bytes(content)
     done = command("import", str(file), str(tmp_path / "there"))
-    assert done.returncode == 2
+    assert done.returncode == 2, done.stderr
     assert what in done.stderr
     assert not (tmp_path / "there").exists()
 

@@ -430,6 +430,31 @@ def test_a_cache_that_this_user_may_not_read_is_told_in_words(cache: Path, part:
         assert "Permission denied" in told or "cannot be read" in told, (arguments, told)
 
 
+@pytest.mark.parametrize("mode", [0o700, 0o711])
+def test_a_namespace_beside_others_that_cannot_be_searched_is_told(cache: Path, mode: int) -> None:
+    """That nothing was done there is no success. A lost+found is nobody's cache."""
+    if os.geteuid() != 0:
+        pytest.skip("becoming another user needs root")
+    hidden = shutil.copytree(namespace_of(cache), cache / "hidden")
+    hidden.chmod(mode)
+    (cache / "lost+found").mkdir(mode=0o700)
+    for path in [*cache.parents, cache, *cache.glob("cache-*"), *cache.glob("cache-*/**/*")]:
+        if not path.is_symlink() and not path.stat().st_mode & 0o001:
+            path.chmod(path.stat().st_mode | 0o055)
+    reading = [["inspect"], ["verify"], ["stat"]]
+    changing = [["compact"], ["purge", "--all"], ["gc", "--yes", "--keep", "2"]]
+    commands = [[*arguments, str(cache)] for arguments in (*reading, *changing)]
+    done = subprocess.run(
+        [sys.executable, "-c", AS_STRANGER, json.dumps(commands)], capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+    for arguments, (status, told) in zip(commands, json.loads(done.stdout), strict=True):
+        assert "lost+found" not in told
+        if arguments[0] != "stat":
+            assert status in (1, 2), (arguments, told)
+            assert "hidden" in told, (arguments, told)
+
+
 @pytest.mark.parametrize("look", ["inspect", "top"])
 def test_an_output_that_nobody_reads_is_no_success(cache: Path, look: str) -> None:
     flip(segments(cache)[0], ALIGN + RECORD_BYTES + 64)
@@ -447,6 +472,12 @@ def test_an_output_that_nobody_reads_is_no_success(cache: Path, look: str) -> No
         assert done.returncode == 2
         assert "Traceback" not in done.stderr
         assert "Exception ignored" not in done.stderr
+
+
+def test_without_a_place_for_errors_it_works(cache: Path) -> None:
+    for what in (f"verify {cache}", f"compact {cache}", f"export {cache} {cache}/bundle"):
+        done = subprocess.run(f"{sys.executable} -m kvstore.tools {what} 2>&-", shell=True)
+        assert done.returncode == 0, what
 
 
 def test_without_an_output_the_status_still_tells(cache: Path) -> None:
