@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from kvstore.maintenance.compaction import compact_lane
 from kvstore.policies.shares import tag_of, tenant_keys
 from kvstore.testing.bench import TierBench, key_of, payload_of
 from kvstore.tiers.base import Tier
@@ -22,7 +23,7 @@ from kvstore.tiers.keys import KeyRing, Secret, id_of, parse_keys, read_keys, wr
 from kvstore.tiers.sealing import TAG_BYTES, Sealer
 from kvstore.types import Changes
 from tests.tiers.conftest import OpenBench
-from tests.tiers.support import CHUNK, GEOMETRY, SLOT, SLOTS, disk_of, flip, segment_of
+from tests.tiers.support import CHUNK, GEOMETRY, SLOT, SLOTS, disk_of, flip, lane_of, segment_of
 
 FORGERIES = 10_000
 
@@ -231,6 +232,26 @@ async def test_without_its_key_a_chunk_is_not_found_and_its_slot_is_free(
     assert [record for record in caplog.records if record.levelno >= logging.WARNING]
     assert [key for key, _ in bench.opening.entries] == BOB
     assert await served(bench) == BOB
+
+
+@pytest.mark.parametrize("epochs", [1, 3])
+async def test_what_is_stored_anew_counts_for_more_than_what_is_under_a_lost_key(
+    folder: Path, open_bench: OpenBench, keys_file: Path, epochs: int
+) -> None:
+    """`compact` knows no keys: of two copies it keeps the one of the higher sequence."""
+    bench = open_bench(keys=ring(keys_file))
+    for _ in range(epochs):
+        assert all((await bench.store(KEYS, range(SLOTS))).ok)
+    await bench.close([(key, slot) for slot, key in enumerate(KEYS)])
+    change(keys_file, **{name: [secret()] for name in ("*", "alice", "bob")})
+    bench = open_bench(keys=ring(keys_file))
+    assert bench.opening.entries == []
+    assert (await bench.tier.grow())[0] == 1
+    assert all((await bench.store(KEYS, range(SLOTS, 2 * SLOTS))).ok)
+    bench.abandon()
+    compact_lane(lane_of(folder))
+    bench = open_bench(keys=ring(keys_file))
+    assert await served(bench) == KEYS
 
 
 async def test_a_key_of_its_own_takes_nothing_from_a_tenant(

@@ -60,6 +60,14 @@ class AllocatorAgainstASet(RuleBasedStateMachine):
         self.free.difference_update(places)
         self.taken.update(places)
 
+    @rule(segment=st.integers(0, SEGMENTS - 1), most=st.none() | st.integers(0, 20))
+    def withdraw(self, segment: int, most: int | None) -> None:
+        its = sorted(one for one in self.free if one // self.segment_slots == segment)
+        places = self.allocator.withdraw(segment, most)
+        assert places == its[:most]
+        self.free.difference_update(places)
+        self.taken.update(places)
+
     @invariant()
     def counts_what_is_free(self) -> None:
         assert self.allocator.free == len(self.free)

@@ -467,9 +467,13 @@ class LiveRecords:
 
     def outdated(self, keys: KeyRing) -> bool:
         """Whether the payload of any is sealed with another key than the newest of its tenant."""
-        tags = (key[: keys.tag_bytes] for key in self.keys())
-        ids = set(zip(tags, self.key_ids(), strict=True))
-        return any(keys.newest(tag).id.hex() != key_id for tag, key_id in ids)
+        names = np.ascontiguousarray(self.records["key"]).view(np.uint8)
+        tags = names.reshape(len(self.records), MAX_KEY_BYTES)[:, : keys.tag_bytes]
+        ids = self._key_numbers.astype("<u4")[:, None].view(np.uint8)
+        pairs = np.unique(np.column_stack([tags, ids]), axis=0)
+        return any(
+            keys.newest(bytes(pair[:-ID_BYTES])).id != bytes(pair[-ID_BYTES:]) for pair in pairs
+        )
 
     def key_ids(self) -> list[str]:
         """The ids of the keys that payloads are sealed with, in hex, in the same order."""

@@ -154,8 +154,7 @@ def recover(
                 one.erase_damaged()
                 faults += one.faults
         entries, sequences = _entries(found, geometry.slots)
-        # No lane ever comes near the limit: a sequence beyond it is not counted on from.
-        sequence = max((one for one in sequences if one < SEQUENCE_LIMIT), default=-1) + 1
+        sequence = max((one.last for one in found.values()), default=-1) + 1
         recovered = Recovered(
             {number: one.segment for number, one in found.items()},
             entries,
@@ -178,6 +177,8 @@ class _Found:
     Attributes:
         missing: bytes that were cut off.
         newest: the newest epoch of its records.
+        last: the last sequence of its records of the epoch, also of those without a known key:
+            what is stored anew counts for more than they do, also to who knows no keys.
         unreadable: chunks without a known key.
     """
 
@@ -185,6 +186,7 @@ class _Found:
     records: LiveRecords
     missing: int
     newest: int
+    last: int
     unreadable: int
 
     @classmethod
@@ -203,10 +205,12 @@ class _Found:
         if epoch is not None:
             segment.epoch = epoch
             records = records.of_epoch(epoch)
-        whole = len(records.slots)
+        whole, sequences = len(records.slots), records.records["sequence"]
+        # No lane ever comes near the limit: a sequence beyond it is not counted on from.
+        last = int(sequences[sequences < SEQUENCE_LIMIT].max(initial=0)) if whole else -1
         if sealer is not None:
             records = records.readable(sealer.keys)
-        return cls(segment, records, missing, newest, whole - len(records.slots))
+        return cls(segment, records, missing, newest, last, whole - len(records.slots))
 
     @property
     def warmth(self) -> int:

@@ -9,7 +9,6 @@ import asyncio
 import contextlib
 import logging
 import math
-import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
@@ -412,12 +411,27 @@ class DiskTier(Tier):
     async def outdated_segments(self) -> list[int]:
         if self.sealer is None:
             raise ConfigError(f"tier {self.name}: its chunks are not encrypted")
-        # In a thread of its own: the source of the keys may never answer.
-        looking = asyncio.wrap_future(Daemons("kvstore-keys").submit(self._outdated, self.sealer))
+        keys = self.sealer.keys
+        # The key that was made a moment ago counts. In a thread of its own: the source of the keys
+        # may never answer.
+        looking = asyncio.wrap_future(Daemons("kvstore-keys").submit(keys.look))
         await asyncio.wait([looking], timeout=KEYS_SECONDS)
         if not looking.done():
-            raise KVStoreError(f"{self.sealer.keys.source} does not answer")
-        return looking.result()
+            raise KVStoreError(f"{keys.source} does not answer")
+        looking.result()
+        # Who has just taken the one before it has sealed by then, and is seen.
+        await asyncio.sleep(SEALED_SECONDS)
+        found = []
+        for index, volume in enumerate(self.volumes):
+            for number in list(volume.segments):
+                look = partial(volume.is_outdated, number, keys)
+                try:
+                    (outdated,) = await volume.threads.run([look], load=False)
+                except TimeoutError as error:
+                    raise KVStoreError(f"tier {self.name}: {error}") from error
+                if outdated:
+                    found.append(self._segment(index, number))
+        return found
 
     async def refresh(self) -> Changes:
         """Tell of keys that are not known any more, and of chunks that are sealed with them."""
@@ -447,18 +461,6 @@ class DiskTier(Tier):
                 first = self._segment(index, number) * self.geometry.slots
                 return Changes(lost=[(key, first + slot) for key, slot in found])
         return Changes()
-
-    def _outdated(self, sealer: Sealer) -> list[int]:
-        # The key that was made a moment ago counts.
-        sealer.keys.look()
-        # Who has just taken the one before it has sealed by then, and is seen.
-        time.sleep(SEALED_SECONDS)
-        return [
-            self._segment(index, number)
-            for index, volume in enumerate(self.volumes)
-            for number in list(volume.segments)
-            if volume.is_outdated(number, sealer.keys)
-        ]
 
     def where(self, slot: int) -> tuple[Path, int]:
         """The file in which a slot lies, and its number there."""

@@ -82,18 +82,23 @@ class ExtentAllocator:
         """Return the number of free slots in a segment."""
         return self._free_in[segment]
 
-    def withdraw(self, segment: int) -> list[int]:
-        """Take every free slot of a segment."""
-        if not self._free_in[segment]:
-            return []
-        first = segment * self._segment_slots
-        last = first + self._segment_slots
-        starts = [start for start in self._end_of if first <= start < last]
+    def withdraw(self, segment: int, most: int | None = None) -> list[int]:
+        """Take every free slot of a segment, or as many of them. Costs O(slots of a segment)."""
+        count = self._free_in[segment] if most is None else min(most, self._free_in[segment])
         slots: list[int] = []
-        for start in starts:
-            end = self._end_of[start]
-            self._remove(start, end)
-            slots.extend(range(start, end))
+        at = segment * self._segment_slots
+        while len(slots) < count:
+            end = self._end_of.get(at)
+            if end is None:
+                at += 1
+                continue
+            stop = min(end, at + count - len(slots))
+            if stop < end:
+                self._shorten(at, stop, end)
+            else:
+                self._remove(at, end)
+            slots.extend(range(at, stop))
+            at = end
         return slots
 
     def _choose(self, want: int) -> int:
@@ -307,11 +312,11 @@ class Slots:
         """Take up to `count` free slots of other segments; if there are fewer, the tier grows."""
         slots: list[int] = []
         for segment in self._segments.difference(segments):
-            short = count - len(slots)
-            if short and self._free_in(segment):
-                its = self._stripe_of(segment * self.segment_slots).withdraw(segment)
-                slots += its[:short]
-                self.give(its[short:])
+            if len(slots) == count:
+                break
+            if self._free_in(segment):
+                its = self._stripe_of(segment * self.segment_slots)
+                slots += its.withdraw(segment, count - len(slots))
         self._wanted = len(slots) < count
         return slots
 
@@ -476,7 +481,7 @@ class Slots:
         return [s for device, s in enumerate(self._stripes) if device not in passed_over]
 
     def _free_in(self, segment: int) -> int:
-        return self._stripe_of(segment * self.segment_slots).free_in(segment)
+        return self._stripes[segment % len(self._stripes)].free_in(segment)
 
     def _aside_in(self, segment: int) -> int:
         return sum(slot // self.segment_slots == segment for slot in self._aside)
