@@ -384,7 +384,7 @@ class Store:
             check_timeout(timeout), "get_into", self._get_into(keys, buffers, request)
         )
 
-    def windows(self, keys: Sequence[bytes], size: int) -> Windows:
+    def windows(self, keys: Sequence[bytes], size: int, request: str | None = None) -> Windows:
         """Lease a prefix larger than host memory, at most `size` chunks at a time.
 
         For ``async with``, and in the block ``async for chunks``: leases like those of `get`, one
@@ -395,12 +395,12 @@ class Store:
         after a `reset`.
 
         Raises:
-            KVStoreError: for bad keys, if `size` is no number of chunks, on another loop, or
-                when the store is closed.
+            KVStoreError: for bad keys or a bad request, if `size` is no number of chunks, on
+                another loop, or when the store is closed.
             LeaseEndedError: if views of earlier windows are alive and leave no row.
         """
         self._driver.check()
-        return Windows(self, check_keys(keys), size)
+        return Windows(self, check_keys(keys), size, check_request(request))
 
     @property
     def resets(self) -> int:
@@ -725,14 +725,26 @@ class Store:
                 filled = len(chunks)
         else:
             if request is not None:
-                # What was fetched for it would leave no room for the pieces after the first.
                 self._prompts.release(request)
-            async with self.windows(keys, piece) as windows:
-                async for chunks in windows:
-                    if self._core.era != era:
-                        break
-                    await self._copy_out(chunks, targets[filled:])
-                    filled += len(chunks)
+            # One request, so that what is put after it is known to lie behind it.
+            prompt = self._prompts.getting(keys, request, time.monotonic())
+            # What was fetched for it would leave no room for the pieces after the first.
+            self._core.lapse(prompt.id)
+            prompt.busy += 1
+            try:
+                async with self.windows(keys, piece, prompt.id) as windows:
+                    async for chunks in windows:
+                        if self._core.era != era:
+                            break
+                        await self._copy_out(chunks, targets[filled:])
+                        filled += len(chunks)
+            except BaseException:
+                self._prompts.give_up(prompt)
+                raise
+            else:
+                self._prompts.had(prompt, filled)
+            finally:
+                self._prompts.returned(prompt)
         return filled if self._core.era == era else 0
 
     async def _copy_out(self, chunks: Chunks, targets: Sequence[npt.NDArray[np.uint8]]) -> None:

@@ -194,13 +194,15 @@ class SyncStore:
             lambda: self._store.get_into(keys, targets, request, timeout=timeout)
         )
 
-    def windows(self, keys: Sequence[bytes], size: int) -> SyncWindows:
+    def windows(self, keys: Sequence[bytes], size: int, request: str | None = None) -> SyncWindows:
         """Lease a prefix larger than host memory, at most `size` chunks at a time.
 
         For ``with``, and in the block ``for chunks``.
         """
         self._calls.check()
-        return SyncWindows(self._calls, self._calls.ask(lambda: self._store.windows(keys, size)))
+        return SyncWindows(
+            self._calls, self._calls.ask(lambda: self._store.windows(keys, size, request))
+        )
 
     def flush(self, timeout: float | None = None) -> bool:
         """Wait until everything stored so far is on every tier that accepts it."""

@@ -25,16 +25,18 @@ class _Portions:
 
     Attributes:
         name: the request by which the store knows it.
+        named: whether that is the caller's, who ends it.
     """
 
-    def __init__(self, keys: Sequence[bytes], size: int) -> None:
+    def __init__(self, keys: Sequence[bytes], size: int, request: str | None) -> None:
         """
         Raises:
             KVStoreError: if `size` is no number of chunks.
         """
         if not isinstance(size, int) or isinstance(size, bool) or size < 1:
             raise KVStoreError(f"a window of {size!r} chunks: must be a whole number, 1 at least")
-        self.name = f"windows-{uuid.uuid4()}"
+        self.name = f"windows-{uuid.uuid4()}" if request is None else request
+        self.named = request is not None
         self._keys = keys
         self._size = size
         self._next = 0
@@ -76,13 +78,13 @@ class _Portions:
 class Windows:
     """The result of `Store.windows`: for ``async with``, and in the block for ``async for``."""
 
-    def __init__(self, store: Store, keys: Sequence[bytes], size: int) -> None:
+    def __init__(self, store: Store, keys: Sequence[bytes], size: int, request: str | None) -> None:
         """
         Raises:
             KVStoreError: if `size` is no number of chunks.
         """
         self._store = store
-        self._portions = _Portions(keys, size)
+        self._portions = _Portions(keys, size, request)
         self._before = store.resets
         self._lease: Lease | None = None
 
@@ -100,7 +102,8 @@ class Windows:
         finally:
             # What a child of a fork is told hides no other exception.
             with contextlib.suppress(*(() if kind is None else (KVStoreError,))):
-                self._store.release(self._portions.name)
+                if not self._portions.named:
+                    self._store.release(self._portions.name)
 
     def __aiter__(self) -> Windows:
         return self

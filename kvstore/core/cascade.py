@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Sequence
 from itertools import compress, groupby
@@ -14,6 +15,7 @@ from kvstore.core.host import HostPool
 from kvstore.core.reports import Complaints
 from kvstore.core.residency.base import CopyTarget, TierView
 from kvstore.core.step_budget import Budget
+from kvstore.policies.base import EvictionPolicy
 from kvstore.types import Completion, Flow, LogLine, Move, Op
 
 __all__ = ["CASCADE_BATCH", "Cascades", "take_in"]
@@ -143,7 +145,10 @@ class Cascades:
         if self._hidden:
             chunks = [chunk for chunk in chunks if chunk.key not in self._hidden]
         most = target.most
-        fitting = [chunk for chunk in chunks if chunk.depth < most]
+        if target.index.policy.shared and most < sys.maxsize:
+            fitting = self._within_parts(target.index.policy, chunks, most)
+        else:
+            fitting = [chunk for chunk in chunks if chunk.depth < most]
         if len(fitting) < len(chunks):
             # The end of a prompt that is larger than the tier would take the place of its head.
             target.count("declined", len(chunks) - len(fitting))
@@ -160,6 +165,19 @@ class Cascades:
         for owner, run in runs:
             target.enqueue(list(run), owner)
         return keys
+
+    @staticmethod
+    def _within_parts(policy: EvictionPolicy, chunks: list[Chunk], most: int) -> list[Chunk]:
+        """Return those of `chunks` that lie no deeper than their tenants may have chunks."""
+        room: dict[int, int] = {}
+        fitting: list[Chunk] = []
+        for chunk in chunks:
+            owner = policy.owner_of(chunk.key)
+            if owner not in room:
+                room[owner] = min(most, policy.reach([chunk.key]))
+            if chunk.depth < room[owner]:
+                fitting.append(chunk)
+        return fitting
 
     def _not_shared(self, chunks: list[Chunk]) -> list[Chunk]:
         """Return those of `chunks` that no peer keeps on the same disk."""

@@ -307,7 +307,8 @@ class Chunk:
         waiters: requests that wait until it is filled; None when there are none. A tuple is
             shared by many chunks, a list is the chunk's own.
         order: increases in the order in which rows were assigned, prefix order within a store.
-        depth: how many chunks its request had used or stored before it; 0 if no request stored it.
+        depth: how many chunks of its tenant its request had used or stored before it; 0 if no
+            request stored it.
         origin: number of the tier it was promoted from, or -1 for the device.
         stored_by: the request whose device store fills it; None otherwise.
         aside: the policy has set it aside as it could not leave, and is to be told when it can.

@@ -6,8 +6,9 @@ This module is long because a store and the admission of its chunks are one deci
 from __future__ import annotations
 
 import operator
+from bisect import bisect_left
 from collections import Counter, deque
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from kvstore.core.cascade import Cascades
@@ -157,13 +158,24 @@ class Stores:
             self._queue.remove(request)
         if chunks is None:
             chunks = pool.reserve(new[:room], -1, request_id)
-        set_depths(chunks, self._chains.depths(request))
+        set_depths(chunks, self._depths(request, chunks))
         self._chains.storing(request, len(chunks))
         self._requests.drop_if_idle(request)
         unwanted += entered.declined
         self.declined += len(unwanted)
         keys, rows = [chunk.key for chunk in chunks], [chunk.row for chunk in chunks]
         return StoreGrant(keys, rows, pool.left[before:], unwanted)
+
+    def _depths(self, request: Request, chunks: Sequence[Chunk]) -> Mapping[bytes, int]:
+        """Return the depth of each chunk in its prompt: see `Chunk.depth`."""
+        depths, policy = self._chains.depths(request), self._pool.policy
+        if not (chunks and policy.shared):
+            return depths
+        # What is public comes first, and the rest is of one tenant.
+        owner = policy.owner_of(chunks[-1].key)
+        first = bisect_left([*depths], True, key=lambda key: policy.owner_of(key) == owner)
+        keys = [chunk.key for chunk in chunks]
+        return {key: at - first if (at := depths.get(key, 0)) >= first else at for key in keys}
 
     def complete(self, keys: Collection[bytes], request_id: str, now: float, ok: bool) -> None:
         """Take in the end of a store: the rows were written (`ok`), or the chunks are dropped."""

@@ -327,3 +327,32 @@ async def test_what_is_shown_of_a_store_a_lease_and_chunks(tmp_path: Path) -> No
         with taken:
             assert repr(taken) == "<SyncLease of <Chunks: 0 of 0 B>>"
     assert repr(other) == f"<SyncStore, closed: {other.description}>"
+
+
+@pytest.mark.parametrize("name", [None, "mine"])
+@pytest.mark.parametrize("piecewise", [False, True])
+async def test_of_a_prompt_larger_than_host_memory_and_disk_the_head_stays(
+    tmp_path: Path, name: str | None, piecewise: bool
+) -> None:
+    """Also where it is read piece by piece before its rest is put."""
+    if piecewise and name is None:
+        pytest.skip("what is put after windows without a name is a prompt of its own")
+    keys = keys_of("long", 480)
+    config = small(tmp_path, rows=16, disk=80)
+    found = []
+    async with kvstore.open(config) as store:
+        for _ in range(4):
+            count = 0
+            if piecewise:
+                async with store.windows(keys, 4, name) as windows:
+                    async for chunks in windows:
+                        count += len(chunks)
+            else:
+                count = await store.get_into(keys, [bytearray(CHUNK) for _ in keys], name)
+            found.append(count)
+            await store.put(keys[count:], payloads(keys[count:]), name)
+            if name is not None:
+                store.release(name)
+            assert await store.flush()
+    assert found[0] == 0
+    assert 300 <= min(found[1:]) < 480

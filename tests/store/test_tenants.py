@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,7 +14,7 @@ from kvstore.config import Config
 from kvstore.errors import BlockKeyError, ConfigError
 from kvstore.types import MAX_KEY_BYTES
 from tests.patience import PATIENCE
-from tests.store.support import CHUNK, Open, contents, keys_of, payloads
+from tests.store.support import CHUNK, Open, contents, keys_of, payloads, small
 
 EVEN: dict[str, Any] = {"alice": {}, "mallory": {}}
 
@@ -122,6 +123,23 @@ async def test_a_prompt_larger_than_a_share_passes_through_it(
         assert len(await contents(store, keys)) in range(4, 13)
         assert store.stats().tenants["alice"].host_chunks >= 8
         assert store.contains(theirs) == [True] * 12
+
+
+@pytest.mark.parametrize("flow", ["write-through", "demote"])
+@pytest.mark.parametrize("public", [0, 8])
+async def test_of_a_prompt_larger_than_a_part_of_the_disk_the_head_stays(
+    tmp_path: Path, flow: str, public: int
+) -> None:
+    keys = [*tenant_keys("public", keys_of("all", public)), *tenant_keys("bob", keys_of("b", 200))]
+    tenants = {"bob": {"maximal": 0.25}, "public": {}}
+    config = small(tmp_path, 32, 160, tenants=tenants)
+    config["tiers"][0]["flow"] = flow
+    async with kvstore.open(config) as store:
+        await store.put(keys, payloads(keys), "long")
+        store.release("long")
+        assert await store.flush()
+        most = config["tiers"][0]["capacity_bytes"] // CHUNK // 4
+        assert public + 30 <= store.contains_prefix(keys) <= public + most + 32
 
 
 async def test_beyond_its_maximum_nobody_has_anything_for_long(open_store: Open) -> None:
