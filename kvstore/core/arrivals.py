@@ -4,7 +4,8 @@ A server names the keys of a request when it arrives (`add`). Queued requests ar
 order of their arrival, while no request that was asked for lacks chunks. Their chunks are leased,
 the ones that are in host memory already included, so each finds them when its turn comes. Together
 they lease at most half of host memory. When a request that was asked for, or a store, lacks rows,
-the last of the queued requests give up theirs, and are served again later.
+the last of the queued requests give up theirs, and are served again later. All this is within what
+each tenant may have, where there are some: none waits for another's requests.
 
 A request leaves the queue when its turn comes: with its first lookup, load or store, or when the
 server says so. Its leases stay for a while.
@@ -12,12 +13,11 @@ server says so. Its leases stay for a while.
 
 from __future__ import annotations
 
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Container, Sequence
 from itertools import islice
 
 from kvstore.core.async_lookup import Questions
-from kvstore.core.chunk import FILLING
 from kvstore.core.host import HostPool
 from kvstore.core.prefetch import MOST_PORTION, MOST_SHARE, PORTION_SHARE
 from kvstore.core.promotion import Grant, Grants
@@ -63,8 +63,8 @@ class Arrivals:
         self._grants = grants
         self._questions = questions
         self.begun = self.gave_way = 0
-        # Oldest first; some are not queued any more.
-        self._line: deque[Request] = deque()
+        # With their tenants, oldest first; some are not queued any more.
+        self._line: deque[tuple[Request, int]] = deque()
         self._keys = 0
         # Entries of the tiers that are worth reading in this step.
         self._readable: list[Container[bytes]] = []
@@ -80,26 +80,42 @@ class Arrivals:
         if len(self._line) >= MOST_QUEUED or self._keys + len(keys) > MOST_KEYS:
             return False
         request.enqueue(keys)
-        self._line.append(request)
+        self._line.append((request, self._pool.owner(keys)))
         self._keys += len(keys)
         return True
 
     def go_on(self, now: float) -> list[Grant]:
         """Fetch the next portion for the first request that is not complete, if there is room."""
         self._forget_left()
-        if not self._line or self._queue.has_wishes:
+        if not self._line:
+            return []
+        wishful = self._queue.wishful()
+        if wishful and not self._pool.policy.shared:
             return []
         self._readable = [tier.entries for tier in self._tiers if tier.health.readable]
         if any(tier.health.stalled for tier in self._tiers):
             self._give_up()
-        rows = self._pool.rows
-        left = rows // MOST_SHARE - sum(len(request.leases) for request in self._line)
-        portion = max(1, min(rows // PORTION_SHARE, MOST_PORTION))
-        most = min(left, portion - sum(request.pending for request in self._line))
-        if most <= 0:
-            return []
-        incomplete = (one for one in self._line if one.granted < len(one.keys))
-        for request in islice(incomplete, MOST_LOOKED_AT):
+        leases, pending = Counter[int](), Counter[int]()
+        for request, owner in self._line:
+            leases[owner] += len(request.leases)
+            pending[owner] += request.pending
+        room: dict[int, int] = {}
+        half = self._pool.rows // MOST_SHARE
+        # So many rows each tenant may lease whatever others do.
+        sure = half // max(1, len(self._pool.policy.parts)) if self._pool.policy.shared else 0
+        left = half - leases.total()
+        incomplete = (one for one in self._line if one[0].granted < len(one[0].keys))
+        for request, owner in islice(incomplete, MOST_LOOKED_AT):
+            if owner not in room:
+                rows = self._pool.reach(request.keys)
+                portion = max(1, min(rows // PORTION_SHARE, MOST_PORTION)) - pending[owner]
+                its = min(rows // MOST_SHARE, max(leases[owner] + left, sure))
+                room[owner] = min(its - leases[owner], portion)
+            most = room[owner]
+            if most <= 0 or owner in wishful:
+                if not self._pool.policy.shared:
+                    return []
+                continue
             count = self._count_known(request, most)
             if count:
                 start = request.granted
@@ -110,12 +126,19 @@ class Arrivals:
                     return grants
         return []
 
-    def give_way(self, rows: int) -> None:
-        """Let the last of the queued requests end their leases, so that `rows` may become free."""
-        for request in reversed(self._line):
+    def give_way(self, rows: int, keys: Sequence[bytes]) -> None:
+        """Let the last of the queued requests end their leases, so that `rows` may become free.
+
+        Those of the tenant of `keys` come first, and others only if it has less than its part.
+        """
+        owner = self._pool.owner(keys)
+        last_first = [*self._line][::-1]
+        for request, its in sorted(last_first, key=lambda one: one[1] != owner):
             if rows <= 0:
                 break
             if request.queued and request.leases:
+                if its != owner and self._pool.has_its_part(keys):
+                    break
                 busy = self._pool.busy
                 self._start_over(request)
                 rows -= busy - self._pool.busy
@@ -123,7 +146,7 @@ class Arrivals:
 
     def reset(self) -> None:
         """Forget all queued requests."""
-        for request in self._line:
+        for request, _ in self._line:
             if request.queued:
                 request.leave_queue()
         self._line.clear()
@@ -154,13 +177,9 @@ class Arrivals:
 
     def _give_up(self) -> None:
         """Let requests start over that wait for chunks of tiers that do not answer."""
-        chunks = self._pool.chunks
         stalled = {tier.number for tier in self._tiers if tier.health.stalled}
-        for request in self._line:
-            if request.pending and any(
-                chunks[key].state == FILLING and chunks[key].origin in stalled
-                for key in request.leases
-            ):
+        for request, _ in self._line:
+            if self._queue.waits_for(request, stalled):
                 self._start_over(request)
 
     def _start_over(self, request: Request) -> None:
@@ -169,7 +188,7 @@ class Arrivals:
 
     def _forget_left(self) -> None:
         """Forget the requests that are not queued any more."""
-        if all(request.queued for request in self._line):
+        if all(request.queued for request, _ in self._line):
             return
-        self._line = deque(request for request in self._line if request.queued)
-        self._keys = sum(len(request.keys) for request in self._line)
+        self._line = deque(one for one in self._line if one[0].queued)
+        self._keys = sum(len(request.keys) for request, _ in self._line)

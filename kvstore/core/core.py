@@ -474,6 +474,7 @@ class Core(CoreSteps):
         while self._news:
             self._drop_first()
         self._lookups.reset()
+        self._loads.reset()
         self._stores.reset()
         self._chains.reset()
         self._uses.reset()
@@ -583,7 +584,7 @@ class Core(CoreSteps):
         for key in dict.fromkeys(keys):
             ended = self._overtaken.ended(Transfer(era, request_id, key, stores))
             self._stray += not ended
-        self._queue.rows_moved(self.now)
+        self._queue.rows_moved(list(keys), self.now)
 
     def _tenants(self) -> dict[str, TenantStats]:
         on_tiers: Counter[str] = Counter()

@@ -230,16 +230,16 @@ class Room:
         self._cascades = cascades
         self._budget = budget
         self.demotes = bool(cascades.demoting)
-        self._give_way: Callable[[int], None] | None = None
+        self._give_way: Callable[[int, Sequence[bytes]], None] | None = None
 
-    def yield_by(self, give_way: Callable[[int], None]) -> None:
-        """Call this with the number of rows that are missing for what a server asks for."""
+    def yield_by(self, give_way: Callable[[int, Sequence[bytes]], None]) -> None:
+        """Call this with the number of rows that are missing for keys a server asks for."""
         self._give_way = give_way
 
-    def give_way(self, rows: int) -> None:
-        """Let queued requests give up leases, so that `rows` more may be had."""
+    def give_way(self, rows: int, keys: Sequence[bytes]) -> None:
+        """Let queued requests give up leases, so that `rows` more may be had for these keys."""
         if rows > 0 and self._give_way is not None:
-            self._give_way(rows)
+            self._give_way(rows, keys)
 
     @property
     def sure(self) -> int:

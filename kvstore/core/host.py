@@ -128,6 +128,11 @@ class HostPool:
         known = bool(keys) and self.policy.shared
         return min(self.rows, self.policy.reach(keys)) if known else self.rows
 
+    def has_its_part(self, keys: Sequence[bytes]) -> bool:
+        """Whether the tenant of a prompt gets rows for it from itself alone."""
+        parts, owner = self.policy.parts, self.owner(keys)
+        return owner < len(parts) and len(parts[owner]) >= self.policy.reach(keys[-1:])
+
     def owner(self, keys: Sequence[bytes]) -> int:
         """Return whose rows a prompt takes: see `EvictionPolicy.owner_of`."""
         return self.policy.owner_of(keys[-1]) if self.policy.shared and keys else 0

@@ -110,7 +110,7 @@ class Loads:
             loaded.append(chunk)
         if loaded:
             self._pool.unpin(loaded)
-            self._queue.rows_moved(now)
+            self._queue.rows_moved([loaded[-1].key], now)
         if request is not None:
             self._requests.drop_if_idle(request)
 
@@ -125,6 +125,10 @@ class Loads:
             more = count - self._priced[origin]
             self.saved[origin] = self.saved.get(origin, 0.0) + more * pace
         self._priced = self.loaded_from.copy()
+
+    def reset(self) -> None:
+        """Forget for whom chunks were read."""
+        self._read.clear()
 
     def under_way(self) -> Iterable[tuple[str, bytes, int]]:
         """Yield request, key and row of every chunk that is being loaded, once for each pin."""

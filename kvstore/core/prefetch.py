@@ -2,7 +2,8 @@
 
 They are read while no request waits, in portions, in the order in which they were named. They
 displace chunks that the policy gives up, but none that waits for a copy. Prefetched chunks are
-ordinary chunks: they are not leased.
+ordinary chunks: they are not leased. Where there are tenants each has a line of its own, and a
+portion is of one of them, in turn.
 """
 
 from __future__ import annotations
@@ -29,6 +30,9 @@ MOST_PORTION = 256
 
 MOST_SHARE = 2
 """At most one in this many rows of host memory may be waited for at once."""
+
+MOST_TRIED = 4
+"""Most tenants of which a step tries to fetch a portion."""
 
 MOST_PLANNED = 2**20
 """Most keys that may be planned to be fetched later."""
@@ -60,8 +64,10 @@ class Prefetches:
         self._grants = grants
         self._keep = keep
         self.begun = 0
-        # Keys that wait for a portion, oldest first, and the portion under way.
-        self._keys: dict[bytes, None] = {}
+        # Keys that wait for a portion, by tenant, oldest first, those whose turn is next first;
+        # since when a tenant gets no row; and the portion under way.
+        self._lines: dict[int, dict[bytes, None]] = {}
+        self._since: dict[int, float] = {}
         self._portion: Request | None = None
         # Keys to be fetched later, by time, and how many they are.
         self._plans: list[tuple[float, int, list[bytes]]] = []
@@ -70,7 +76,7 @@ class Prefetches:
 
     def __bool__(self) -> bool:
         """Whether anything waits, is planned or is under way."""
-        return bool(self._keys) or self._portion is not None or bool(self._plans)
+        return bool(self._lines) or self._portion is not None or bool(self._plans)
 
     def begin(self, keys: Sequence[bytes], *, prefix: bool = True) -> int:
         """Fetch those of the leading `keys` that only a slower tier has, when no request waits.
@@ -80,7 +86,8 @@ class Prefetches:
                 several KV cache groups are named together.
 
         Returns:
-            How many are on their way or will be: at most as many as half of host memory holds.
+            How many are on their way or will be: for each tenant at most as many as half of host
+            memory holds.
         """
         most = max(1, self._pool.rows // MOST_SHARE)
         alive = [tier for tier in self._tiers if tier.health.alive]
@@ -95,9 +102,10 @@ class Prefetches:
                 if prefix:
                     break
                 continue
-            if key not in self._keys and len(self._keys) >= most:
+            line = self._lines.setdefault(self._pool.owner((key,)), {})
+            if key not in line and len(line) >= most:
                 break
-            self._keys[key] = None
+            line[key] = None
             coming += 1
         return coming
 
@@ -112,14 +120,18 @@ class Prefetches:
     def is_fetching(self, keys: Iterable[bytes] | None = None) -> bool:
         """Whether any of `keys`, or of all, waits for a portion, or is in the one under way."""
         if keys is None:
-            return bool(self._keys) or self._portion is not None
+            return bool(self._lines) or self._portion is not None
         coming: Collection[bytes] = self._portion.keys if self._portion is not None else ()
-        return any(key in self._keys or key in coming for key in keys)
+        lines = [coming, *self._lines.values()]
+        return any(key in line for key in keys for line in lines)
 
     def drop(self, keys: Collection[bytes]) -> None:
         """Forget these keys, which are not wanted any more; moves under way go on."""
-        for key in keys:
-            self._keys.pop(key, None)
+        for owner, line in list(self._lines.items()):
+            for key in keys:
+                line.pop(key, None)
+            if not line:
+                del self._lines[owner]
 
     def go_on(self, now: float) -> list[Grant]:
         """Fetch the next portion, if its turn has come."""
@@ -129,28 +141,51 @@ class Prefetches:
             self.begin(keys, prefix=False)
         portion = self._portion
         if portion is not None:
-            if portion.pending:
+            stalled = [tier.number for tier in self._tiers if tier.health.stalled]
+            if portion.pending and not self._queue.waits_for(portion, stalled):
                 return []
             self._queue.remove(portion)
             self._portion = None
-        if not self._keys or self._queue.has_wishes:
+        if not self._lines:
             return []
+        wishful = self._queue.wishful()
+        shared = self._pool.policy.shared
+        for owner in [each for each in self._lines if each not in wishful][:MOST_TRIED]:
+            if wishful and not shared:
+                break
+            grants = self._try(owner, now)
+            if self._portion is not None:
+                return grants
+        return []
+
+    def _try(self, owner: int, now: float) -> list[Grant]:
+        """Fetch the next portion of a tenant, whose turn comes again after all others."""
+        line = self._lines.pop(owner)
+        self._lines[owner] = line
         size = max(1, min(self._pool.rows // PORTION_SHARE, MOST_PORTION))
         portion = Request(_NAME)
         portion.ask(now)
-        portion.name_keys(islice(self._keys, size))
+        portion.name_keys(islice(line, size))
         link(self._pool.policy, portion.keys)
         grants = self._grants.ahead(portion, now, most=size)
-        # Those of a tenant whose share is in use are not waited for: others have theirs.
-        hopeless = self._pool.policy.shared and not portion.granted
-        self.drop(portion.keys if hopeless else portion.keys[: portion.granted])
         self.begun += sum(len(chunks) for _, chunks, _ in grants)
-        self._portion = portion
+        if portion.granted:
+            self._since.pop(owner, None)
+            self.drop(portion.keys[: portion.granted])
+            self._portion = portion
+        elif (
+            self._pool.policy.shared
+            and now - self._since.setdefault(owner, now) >= self._queue.lease
+        ):
+            # Others have theirs, and may have it for good.
+            del self._since[owner]
+            self.drop(portion.keys)
         return grants
 
     def reset(self) -> None:
         """Forget everything that is to be fetched."""
-        self._keys.clear()
+        self._lines.clear()
+        self._since.clear()
         self._plans.clear()
         self._planned = 0
         if self._portion is not None:

@@ -151,7 +151,7 @@ class Grants:
                 request.lack_rows(owner in for_rows)
             if wanted and request.needs_rows and owner not in blocked:
                 obtainable = pool.free if pool.policy.shared else pool.obtainable
-                self._room.give_way(min(wanted, pool.rows) - obtainable)
+                self._room.give_way(min(wanted, pool.rows) - obtainable, request.keys)
             if wanted and not (owner in blocked and request.needs_rows):
                 waits_for = request.waits_for
                 if waits_for >= 0:

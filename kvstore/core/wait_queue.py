@@ -26,7 +26,6 @@ class WaitQueue:
 
     Attributes:
         waiting: requests that wait, by id, oldest first. answered: requests that were answered.
-        moved: when rows or chunks last moved for any request.
         waits: how long requests have waited for their answers.
 
     Args:
@@ -54,7 +53,8 @@ class WaitQueue:
         self.lease = lease
         self.waiting: dict[str, Request] = {}
         self.answered: dict[str, Request] = {}
-        self.moved = 0.0
+        # When rows or chunks last moved, by tenant.
+        self._moved: dict[int, float] = {}
         self.waits = Durations()
         self.timeouts = 0
         self.lapses = 0
@@ -68,10 +68,20 @@ class WaitQueue:
             for request in self.waiting.values()
         )
 
-    @property
-    def has_wishes(self) -> bool:
-        """Whether any of the waiting requests has keys that were not granted yet."""
-        return any(request.granted < len(request.keys) for request in self.waiting.values())
+    def wishful(self) -> set[int]:
+        """The tenants of waiting requests that have keys which were not granted yet."""
+        return {
+            self._pool.owner(request.keys)
+            for request in self.waiting.values()
+            if request.granted < len(request.keys)
+        }
+
+    def waits_for(self, request: Request, tiers: Collection[int]) -> bool:
+        """Whether it has leases on chunks that are being read from one of these tiers."""
+        if not request.pending:
+            return False
+        chunks = (self._pool.chunks[key] for key in request.leases)
+        return any(chunk.state == FILLING and chunk.origin in tiers for chunk in chunks)
 
     # -- coming and going ----------------------------------------------------------------
 
@@ -136,12 +146,8 @@ class WaitQueue:
 
     def give_up(self, tier: int, now: float) -> None:
         """Answer the requests that wait for chunks being read from this tier."""
-        chunks = self._pool.chunks
         for request in list(self.waiting.values()):
-            if request.pending and any(
-                chunks[key].origin == tier and chunks[key].state == FILLING
-                for key in request.leases
-            ):
+            if self.waits_for(request, (tier,)):
                 self.answer(request, now, Outcome.GIVEN_UP)
 
     def expire(self, now: float) -> list[Request]:
@@ -157,8 +163,9 @@ class WaitQueue:
             return []
         for request in list(self.waiting.values()):
             assert request.since is not None
-            ungranted = request.granted < len(request.keys)
-            moved = max(request.moved, self.moved) if ungranted else request.moved
+            moved = request.moved
+            if request.granted < len(request.keys):
+                moved = max(moved, self.moved(request.keys))
             if now - moved >= self.deadline or now - request.since >= self.max_wait:
                 self.timeouts += 1
                 self.answer(request, now, Outcome.DEADLINE)
@@ -175,9 +182,13 @@ class WaitQueue:
 
     # -- movement ------------------------------------------------------------------------
 
-    def rows_moved(self, now: float) -> None:
-        """Note that rows have become free, for which requests may wait."""
-        self.moved = now
+    def moved(self, keys: Sequence[bytes]) -> float:
+        """When rows or chunks last moved for any request of the tenant of these keys."""
+        return self._moved.get(self._pool.owner(keys), 0.0)
+
+    def rows_moved(self, keys: Sequence[bytes], now: float) -> None:
+        """Note that rows of these keys have become free, for which requests may wait."""
+        self._moved[self._pool.owner(keys)] = now
 
     def all_moved(self, now: float) -> None:
         """Count completed moves that are not taken in yet as movement for all that wait."""
@@ -254,7 +265,7 @@ class WaitQueue:
 
     def _arrived(self, request: Request, chunks: int, now: float) -> None:
         request.arrived(chunks, now)
-        self.moved = now
+        self._moved[self._pool.owner(request.keys)] = now
         self.answer_if_complete(request, now)
 
     def release(self, request: Request) -> None:

@@ -157,3 +157,20 @@ def test_plans_are_bounded() -> None:
     rig = Rig(rows=8, on=(A,))
     keys = chain("x", 2**16)
     assert sum(rig.core._prefetches.plan(keys, rig.now + 1.0) for _ in range(20)) == 16
+
+
+def test_a_tier_that_does_not_answer_keeps_no_other_ones_chunks_waiting() -> None:
+    hung, other = chain("x", 4), chain("y", 4)
+    rig = Rig(rows=32, on=[hung, other])
+    assert rig.core.prefetch(hung) == 4
+    rig.step(0.1)
+    silent = list(rig.moves)
+    assert rig.core.prefetch(other) == 4
+    for _ in range(3000):
+        rig.step(0.1)
+        for move in list(rig.moves):
+            if move not in silent:
+                rig.end(move)
+        if all(map(rig.in_host, other)):
+            break
+    assert all(map(rig.in_host, other))

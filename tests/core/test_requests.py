@@ -322,3 +322,22 @@ def test_of_requests_that_have_ended_nothing_is_left(
     assert not core._requests
     assert (core._chains._keys, core._chains._asked_keys, core._uses._untold) == (0, 0, 0)
     assert (core._pool.busy, core._stores._waiting, core._hinted, core.illegal) == (0, 0, 0, 0)
+
+
+def test_who_read_what_is_forgotten_with_a_reset() -> None:
+    """A load that ends after it is nobody's: what is read later comes from the disk again."""
+    keys = chain("k", 3)
+    rig = Rig(rows=4, on=[keys])
+    assert rig.resolve(keys, "before") == 3
+    rig.load(keys, "before")
+    era = rig.core.era
+    rig.core.reset()
+    rig.core.transfers_ended()
+    rig.settle()
+    rig.core.complete_load(keys, "before", era=era)
+    for name, stored in (("again", keys), ("others", chain("o", 4))):
+        rig.put(stored, name)
+        rig.settle()
+    assert rig.resolve(keys, "after") == 3
+    rig.load(keys, "after")
+    assert rig.stats.loaded_from == {"disk": 6}

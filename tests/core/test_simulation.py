@@ -235,7 +235,7 @@ def _(patch: pytest.MonkeyPatch) -> None:
     def endless(self: WaitQueue, now: float) -> list[Request]:
         for request in self.waiting.values():
             request.since = now
-            request.moved = max(request.moved, self.moved)
+            request.moved = max(request.moved, self.moved(request.keys))
         return expire(self, now)
 
     patch.setattr(WaitQueue, "expire", endless)

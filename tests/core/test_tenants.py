@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
+
 import pytest
 
 from kvstore.core import HostPool
 from kvstore.policies.lru import LRU
 from kvstore.policies.shares import Share, Shares, tenant_keys
 from kvstore.policies.tenants import Tenants
-from kvstore.types import Op
+from kvstore.types import Move, Op
 from tests.core.rig import Rig, chain
 
 SHARES = Shares({"a": Share(guaranteed=0.5), "b": Share(guaranteed=0.5)}, partitions=1)
@@ -304,3 +306,109 @@ def test_a_small_tier_that_is_full_of_others_gets_chunks_too(slots: int, more: i
         rig.settle()
     assert not rig.core.unsaved
     assert any(key in rig.owned().entries for key in keys)
+
+
+def step_on(rig: Rig, seconds: float, *, but: Collection[Move] = ()) -> None:
+    """Let time pass; all moves end but these."""
+    until = rig.now + seconds
+    while rig.now < until:
+        rig.step(0.1)
+        for move in list(rig.moves):
+            if move not in but:
+                rig.end(move)
+
+
+def test_one_that_names_much_to_be_fetched_leaves_room_in_the_line() -> None:
+    much, little = keys_of("a", "much", 40), keys_of("b", "x", 4)
+    rig = rig_of(16, much, little)
+    assert rig.core.prefetch(much) == 8
+    assert rig.core.prefetch(little) == 4
+    step_on(rig, 2)
+    assert all(map(rig.in_host, little))
+    step_on(rig, 20)
+    assert not rig.core.is_prefetching()
+
+
+@pytest.mark.parametrize("queued", [False, True])
+def test_what_is_fetched_ahead_waits_for_no_request_of_another(queued: bool) -> None:
+    loaded, wanted = keys_of("a", "loaded", 4), keys_of("a", "wanted", 4)
+    other = keys_of("b", "x", 4)
+    rig = rig_of(8, loaded, wanted, other)
+    wait_for_own_rows(rig, loaded, wanted)
+    if queued:
+        rig.core.on_request_queued("queued", other)
+    else:
+        assert rig.core.prefetch(other) == 4
+    for _ in range(6):
+        assert rig.ask(wanted, "waits") is None
+        step_on(rig, 0.1)
+    assert sum(map(rig.in_host, other)) >= 2
+
+
+def test_what_finds_no_row_at_once_is_fetched_when_there_is_one() -> None:
+    wanted = keys_of("b", "x", 4)
+    rig = rig_of(16, wanted)
+    rig.put(keys_of("b", "y", 16))  # Copies of these are under way.
+    assert rig.core.prefetch(wanted) == 4
+    step_on(rig, 1)
+    assert all(map(rig.in_host, wanted))
+
+
+def test_queued_requests_of_one_leave_to_those_of_another_what_is_theirs() -> None:
+    many = [keys_of("a", f"queued {number}", 4) for number in range(8)]
+    one = keys_of("b", "x", 4)
+    rig = rig_of(32, *many, one)
+    for number, keys in enumerate(many):
+        rig.core.on_request_queued(f"a{number}", keys)
+    rig.core.on_request_queued("b", one)
+    step_on(rig, 5)
+    assert all(map(rig.in_host, one))
+
+
+def test_stores_of_who_has_its_part_end_no_lease_of_another() -> None:
+    queued = keys_of("b", "x", 4)
+    rig = rig_of(16, queued)
+    rig.put(keys_of("a", "y", 9))
+    rig.put(keys_of("b", "y", 3))
+    rig.core.on_request_queued("queued", queued)
+    step_on(rig, 3)
+    assert len(rig.core._requests["queued"].leases) == 4
+    for number in range(20):
+        rig.put(keys_of("a", f"new {number}", 2))
+        step_on(rig, 0.1)
+    assert rig.stats.gave_way == 0
+    assert len(rig.core._requests["queued"].leases) == 4
+
+
+def test_a_request_waits_no_longer_because_others_are_busy() -> None:
+    """Its own deadline holds, whatever moves for them."""
+
+    def waited(*, busy: bool) -> float:
+        loaded, wanted = keys_of("b", "loaded", 4), keys_of("b", "wanted", 4)
+        mine = keys_of("a", "mine", 4)
+        rig = Rig(
+            rows=8,
+            on=[[*loaded, *wanted]],
+            policy=Tenants(8, LRU, SHARES, lambda: 0.0),
+            deadline=1.0,
+            max_wait=10.0,
+        )
+        assert rig.ask(loaded, "loads") is None
+        rig.step()
+        rig.settle()
+        assert rig.ask(loaded, "loads") == 4
+        rig.core.prepare_load(loaded, "loads")
+        rig.put(mine)
+        began, number = rig.now, 0
+        while rig.ask(wanted, "waits") is None:
+            assert rig.now < began + 20
+            if busy:
+                number += 1
+                assert rig.ask(mine, f"busy {number}") == 4
+                rig.core.prepare_load(mine, f"busy {number}")
+                rig.core.complete_load(mine, f"busy {number}")
+                rig.core.on_request_finished(f"busy {number}")
+            step_on(rig, 0.1)
+        return rig.now - began
+
+    assert waited(busy=True) <= waited(busy=False) + 0.5 < 3
