@@ -75,6 +75,14 @@ class Assembly:
         """The companions of the engine."""
         return [one for one in (self.recorder, self.spans, self.control) if one is not None]
 
+    def abandon(self) -> None:
+        """Let go of what is open, without waiting. The memory stays."""
+        for tier in self.tiers:
+            tier.abandon()
+        for one in (self.recorder, self.control):
+            if one is not None:
+                one.abandon()
+
     def recency(self) -> list[ColdestFirst]:
         """Return the entries of each tier, coldest first."""
         return [tier.index.coldest_first() for tier in self.core.tiers]
@@ -169,9 +177,14 @@ def _assemble(
         parts.append(f"requests recorded in {recorder.path}")
     if not COMPILED:
         parts.append(NOT_COMPILED)
-    spans = spans_of(config, views, core.want_spans, chunk_bytes)
     description = "; ".join([host, *parts])
-    control, commands = control_of(config, tiers, region, description)
+    try:
+        spans = spans_of(config, views, core.want_spans, chunk_bytes)
+        control, commands = control_of(config, tiers, region, description)
+    except BaseException:
+        if recorder is not None:
+            recorder.abandon()
+        raise
     return Assembly(core, region, tiers, description, recorder, spans, control, commands)
 
 
@@ -440,10 +453,5 @@ class _Building:
 
 
 def _let_go(assembly: Assembly) -> None:
-    for tier in assembly.tiers:
-        tier.abandon()
-    if assembly.recorder is not None:
-        assembly.recorder.abandon()
-    if assembly.control is not None:
-        assembly.control.abandon()
+    assembly.abandon()
     assembly.region.close()

@@ -88,7 +88,8 @@ class Rendezvous:
                     return fd
             except _ElsewhereError:
                 number += 1
-                continue
+                if time.monotonic() <= deadline:
+                    continue
             if time.monotonic() > deadline:
                 raise PathUnusableError(
                     f"shared memory {self._name!r}: another process holds its name and has not "

@@ -41,6 +41,9 @@ TAKEN_SECONDS = 0.01
 COMPANION_SECONDS = 5.0
 """Seconds that companions (`Beside`) get to end."""
 
+UPKEEP_SECONDS = 5.0
+"""After so many seconds upkeep is tried again that has failed."""
+
 
 T = TypeVar("T")
 
@@ -78,7 +81,8 @@ class Engine:
         self._on_completion = on_completion
         self._complaints = Complaints(warn_with(logger))
         self._done: deque[Completion] = deque()
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._tasks: dict[asyncio.Task[None], int] = {}
+        """Moves under way, with the numbers of their tiers."""
         self._followers: list[asyncio.Task[None]] = []
         self._companions: set[asyncio.Task[None]] = set()
         self._pid = os.getpid()
@@ -91,8 +95,8 @@ class Engine:
             raise KVStoreError(f"this engine belongs to process {self._pid}")
         for move in moves:
             task = asyncio.get_running_loop().create_task(self._run(move))
-            self._tasks.add(task)
-            task.add_done_callback(self._tasks.discard)
+            self._tasks[task] = move.tier
+            task.add_done_callback(self._tasks.__delitem__)
 
     def begin(self) -> None:
         """Begin to follow the tiers that change without the core, and start the companions."""
@@ -115,7 +119,7 @@ class Engine:
         return taken
 
     async def close(self, coldest_first: Sequence[Sequence[tuple[bytes, int]]]) -> None:
-        """Wait for the moves under way, then close the tiers.
+        """Wait for the moves under way, and close each tier when its own have ended.
 
         Args:
             coldest_first: for each tier its valid (key, slot) in order of recency.
@@ -125,22 +129,40 @@ class Engine:
         await asyncio.gather(*self._followers, return_exceptions=True)
         # Where one was cancelled its traceback keeps files of neighbours open.
         self._followers.clear()
-        while self._tasks:
-            await asyncio.wait(set(self._tasks))
         for one in self._beside:
             one.stop()
         if self._companions:
             await asyncio.wait(self._companions, timeout=COMPANION_SECONDS)
-        for tier, order in zip(self._tiers, coldest_first, strict=True):
-            try:
-                await tier.close(order)
-            except Exception:
-                # A tier must not raise here either; the others must still be closed.
-                logger.exception(
-                    "%s cannot be closed",
-                    tier.description,
-                    extra=about("tier.not_closed", tier=tier.description),
-                )
+        # Side by side: one that does not answer keeps no other one open.
+        closing = [
+            asyncio.ensure_future(self._close_tier(number, tier, order))
+            for number, (tier, order) in enumerate(zip(self._tiers, coldest_first, strict=True))
+        ]
+        try:
+            await asyncio.gather(*closing)
+        finally:
+            for each in closing:
+                each.cancel()
+            await asyncio.gather(*closing, return_exceptions=True)
+
+    async def _close_tier(
+        self, number: int, tier: Tier, coldest_first: Sequence[tuple[bytes, int]]
+    ) -> None:
+        # Peers are read by the threads of the tier beside which they lie.
+        peers = {index for index, one in enumerate(self._tiers) if one.is_peer}
+        while its := [task for task, of in self._tasks.items() if of in {number, *peers}]:
+            await asyncio.wait(its)
+        try:
+            await tier.close(coldest_first)
+        except BaseException as error:
+            if _is_end(error):
+                raise
+            # A tier must not raise here either; the others must still be closed.
+            logger.exception(
+                "%s cannot be closed",
+                tier.description,
+                extra=about("tier.not_closed", tier=tier.description),
+            )
 
     async def detach(self) -> None:
         """Give up on calls that do not return, so that the loop can end.
@@ -155,7 +177,9 @@ class Engine:
     async def _accompany(self, one: Beside) -> None:
         try:
             await one.run()
-        except Exception:
+        except BaseException as error:
+            if _is_end(error):
+                raise
             # No call is served worse for it.
             logger.exception(
                 "what runs beside the engine has ended", extra=about("engine.companion_ended")
@@ -176,7 +200,9 @@ class Engine:
                             ahead.popleft()
                         else:
                             await asyncio.sleep(TAKEN_SECONDS)
-            except Exception as error:
+            except BaseException as error:
+                if _is_end(error):
+                    raise
                 # Known entries are still right or fail their digests; the next try may succeed.
                 told = self._complaints.failed(what, repr(error), time.monotonic())
                 # What the system says is no fault of the tier.
@@ -197,13 +223,11 @@ class Engine:
             completion = await self._perform(move)
             if len(completion.ok) != len(move.keys):
                 raise ValueError(f"{len(completion.ok)} answers for {len(move.keys)} blocks")
-        except asyncio.CancelledError:
-            # The loop ends. Rows and slots of the move stay reserved: they may still be in use.
-            self.cut_off = True
-            raise
-        except (KeyboardInterrupt, SystemExit):
-            raise
         except BaseException as error:
+            if _is_end(error):
+                # Rows and slots of the move stay reserved: they may still be in use.
+                self.cut_off = True
+                raise
             # A tier has no business raising, but the panic of a native client is no `Exception`;
             # its fault must still end the move. What the system says is no fault of the tier.
             places = range(len(move.keys))
@@ -312,10 +336,14 @@ class EngineThread:
             do = call()
             if do is None or self._closed:
                 return
+            seconds = UPKEEP_SECONDS
             try:
-                self._loop.call_later(do(), again)
+                seconds = do()
             except Exception:
-                logger.exception("upkeep ends", extra=about("engine.upkeep_ended"))
+                logger.exception(
+                    "upkeep failed, and is tried again", extra=about("engine.upkeep_failed")
+                )
+            self._loop.call_later(seconds, again)
 
         self._loop.call_soon_threadsafe(again)
 
@@ -351,6 +379,14 @@ class EngineThread:
 
     def _call(self, coroutine: Coroutine[Any, Any, None]) -> Any:
         return asyncio.run_coroutine_threadsafe(coroutine, self._loop)
+
+
+def _is_end(error: BaseException) -> bool:
+    """Whether it ends the task, or the program, and is no fault of what was called."""
+    if isinstance(error, asyncio.CancelledError):
+        task = asyncio.current_task()
+        return task is None or task.cancelling() > 0
+    return isinstance(error, (KeyboardInterrupt, SystemExit))
 
 
 async def end_engine(

@@ -35,6 +35,9 @@ IDLE_STEP_SECONDS = 0.0005
 WAIT_SECONDS = 0.001
 """How long an idle step waits for the next completion, instead of spinning."""
 
+CLOSE_SECONDS = 2.0
+"""At most so much of the time for the end, and at most a quarter, is kept for closing the tiers."""
+
 IDLE_SECONDS = 0.25
 """A server that has made no step for this long is idle."""
 
@@ -178,7 +181,8 @@ class Stepper:
         self._closed = True
         end = time.monotonic() + seconds
         try:
-            self._save(end)
+            # Some is left for closing the tiers that do answer.
+            self._save(end - min(CLOSE_SECONDS, seconds / 4))
         except Exception:
             logger.exception(
                 "chunks that were not copied yet are lost", extra=about("store.unsaved")
@@ -267,10 +271,7 @@ def _engine_over(assembly: Assembly) -> EngineThread:
     try:
         return EngineThread(assembly.tiers, assembly.beside)
     except BaseException:
-        if assembly.control is not None:
-            assembly.control.abandon()
-        for tier in assembly.tiers:
-            tier.abandon()
+        assembly.abandon()
         raise
 
 

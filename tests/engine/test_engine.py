@@ -19,7 +19,7 @@ import pytest
 from kvstore import concurrency
 from kvstore.concurrency import new_event_loop
 from kvstore.engine import engine as engine_module
-from kvstore.engine.engine import Engine, EngineThread
+from kvstore.engine.engine import Engine, EngineThread, end_engine
 from kvstore.errors import KVStoreError
 from kvstore.tiers import PinnedRegion, Tier, Transfer
 from kvstore.tiers.disk import DiskTier
@@ -552,3 +552,76 @@ def test_an_engine_without_a_thread_leaves_no_loop_behind(monkeypatch: pytest.Mo
     with pytest.raises(KVStoreError, match="start new thread"):
         EngineThread([])
     assert [loop.is_closed() for loop in loops] == [True]
+
+
+# -- one tier among others -------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("where", ["in a move", "in its close"])
+def test_a_tier_that_does_not_answer_keeps_no_other_one_open(threads: Start, where: str) -> None:
+    silent = GatedTier() if where == "in a move" else SilentTier()
+    healthy = GatedTier(opened=True)
+    engine = threads(silent, healthy)
+    if where == "in a move":
+        engine.submit([read(0)])
+    assert not engine.close([[], []], 0.5)
+    assert healthy.closed_with == 0
+
+
+async def test_so_it_is_on_a_loop_of_the_server() -> None:
+    silent, healthy = SilentTier(), GatedTier(opened=True)
+    engine = Engine([silent, healthy], lambda: None)
+    assert not await end_engine(engine, [[], []], 0.2)
+    assert healthy.closed_with == 0
+
+
+class BadTier(GatedTier):
+    """Raises what ends a task, or is no `Exception`, from everything."""
+
+    def __init__(self, error: BaseException) -> None:
+        super().__init__(opened=True)
+        self.error = error
+
+    async def _pass(self, call: str) -> None:
+        raise self.error
+
+    async def close(self, coldest_first: Sequence[tuple[bytes, int]]) -> None:
+        raise self.error
+
+
+class PanicError(BaseException):
+    """As a native client raises it."""
+
+
+@pytest.mark.parametrize("error", [asyncio.CancelledError(), PanicError("panic")])
+def test_a_move_ends_whatever_its_tier_raises(threads: Start, error: BaseException) -> None:
+    engine = threads(BadTier(error))
+    engine.submit([read(0), write(1)])
+    assert [(done.ok, done.error is None) for done in take(engine, 2)] == [([False], False)] * 2
+    assert not engine._engine.cut_off
+
+
+def test_a_panic_at_the_end_keeps_no_other_tier_open(
+    threads: Start, caplog: pytest.LogCaptureFixture
+) -> None:
+    healthy = GatedTier(opened=True)
+    assert threads(BadTier(PanicError("panic")), healthy).close([[], []], PATIENCE)
+    assert healthy.closed_with == 0
+    assert "gated cannot be closed" in caplog.text
+
+
+def test_upkeep_that_failed_once_goes_on(
+    threads: Start, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(engine_module, "UPKEEP_SECONDS", 0.01)
+    calls: list[int] = []
+
+    def upkeep() -> float:
+        calls.append(len(calls))
+        if len(calls) == 1:
+            raise ValueError("once")
+        return 0.001
+
+    threads(GatedTier(opened=True)).repeat(lambda: upkeep)
+    assert until(lambda: len(calls) > 5)
+    assert caplog.text.count("upkeep failed, and is tried again") == 1

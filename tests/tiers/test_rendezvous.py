@@ -596,3 +596,12 @@ def test_a_creator_that_may_not_be_looked_at_is_an_error_and_not_another_region(
     message = child(NOBODY, name_of_nobody).line()
     assert message.startswith("PathUnusableError")
     assert f"process {creator.pid}" in message
+
+
+def test_where_no_place_is_free_the_wait_ends_all_the_same() -> None:
+    name = f"rendezvous-{secrets.token_hex(8)}"
+    others = [PinnedRegion.shared(name, 4, 4096, 3) for _ in range(2)]
+    with pytest.raises(PathUnusableError, match="shared memory"):
+        PinnedRegion.shared(name, 4, 4096, 2, timeout=0.3)
+    for one in others:
+        one.close()

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import gc
 import os
+import subprocess
 import sys
 import warnings
 from collections.abc import Callable, Iterator
@@ -313,6 +314,24 @@ def _(patch: pytest.MonkeyPatch) -> None:
 )
 def _(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(recovery, "NO_DESCRIPTORS", ())
+
+
+def test_the_story_does_not_depend_on_the_order_of_sets() -> None:
+    """Of strings they are ordered by a hash that is another one in each process."""
+    command = [sys.executable, "-m", "tests.world", "--seed", "415", "--acts", "5000"]
+    running = [
+        subprocess.Popen(
+            command,
+            env={**os.environ, "PYTHONHASHSEED": seed},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            text=True,
+        )
+        for seed in ("0", "1")
+    ]
+    one, other = (each.communicate()[0] for each in running)
+    assert one == other
+    assert "export" in one
 
 
 @pytest.mark.parametrize("rule", BREAKS)

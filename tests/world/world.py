@@ -522,6 +522,10 @@ class World:
             raise DeadlockError("nobody can go on")
 
 
+LOOK_SECONDS = 60
+"""Seconds in which a process finds what others hold, although files cannot be opened at times."""
+
+
 class Server:
     """A process with a store, and clients that use it."""
 
@@ -557,7 +561,8 @@ class Server:
 
     async def serve(self) -> None:
         world = self.world
-        troubled, fine = world.troubled, not world.troubled or world.misses_descriptors
+        troubled, lacks = world.troubled, world.misses_descriptors
+        fine = not troubled or lacks
         before, config = world.happened("trouble", "relieve"), world.config_of(self.slot)
         try:
             store = await kvstore.open(config)
@@ -579,7 +584,7 @@ class Server:
         self.opened = True
         world.act("opened", f"epoch {epoch}, label {self.label}: {store.description}")
         if world.roomy and world.share and not world.hosts:
-            self._check_stored()
+            await self._check_stored(LOOK_SECONDS if lacks or world.misses_descriptors else 0)
         if world.alone and not world.hurt:
             back = [key for key in world.removed if store.contains([key]) == [True]]
             if back:
@@ -633,15 +638,28 @@ class Server:
             if size > capacity:
                 raise BrokenError(f"{lane} has {size} bytes of the {capacity} that it may have")
 
-    def _check_stored(self) -> None:
-        """What was promised to be on disk is found by a process that opens it."""
-        kept = [key for key, label in self.world.stored.items() if label == self.label]
-        there = self.store.contains(kept)
-        lost = [key for key, held in zip(kept, there, strict=True) if not held]
-        if lost:
-            raise BrokenError(
-                f"{len(lost)} of {len(kept)} chunks are gone that were durable: {lost[:3]}"
-            )
+    async def _check_stored(self, seconds: float) -> None:
+        """What was promised to be on disk is found by a process that opens it.
+
+        Where files cannot be opened for lack of descriptors, the first look at the lanes of other
+        processes may miss some. Later ones find them.
+
+        Args:
+            seconds: how long they may take for that.
+        """
+        world, epoch, label = self.world, self._epoch(), self.label
+        until = world.kernel.now + seconds
+        while self._epoch() == epoch and self.label == label:
+            kept = [key for key, its in world.stored.items() if its == label]
+            there = self.store.contains(kept)
+            lost = [key for key, held in zip(kept, there, strict=True) if not held]
+            if not lost:
+                return
+            if world.kernel.now >= until:
+                raise BrokenError(
+                    f"{len(lost)} of {len(kept)} chunks are gone that were durable: {lost[:3]}"
+                )
+            await asyncio.sleep(1)
 
     async def _client(self) -> None:
         world, rng = self.world, self.world.rng
