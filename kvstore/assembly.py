@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -75,13 +76,15 @@ class Assembly:
         """The companions of the engine."""
         return [one for one in (self.recorder, self.spans, self.control) if one is not None]
 
-    def abandon(self) -> None:
-        """Let go of what is open, without waiting. The memory stays."""
+    def abandon(self, *, region: bool = False) -> None:
+        """Let go of what is open, and of the memory if wanted, without waiting."""
         for tier in self.tiers:
             tier.abandon()
         for one in (self.recorder, self.control):
             if one is not None:
                 one.abandon()
+        if region:
+            self.region.close()
 
     def recency(self) -> list[ColdestFirst]:
         """Return the entries of each tier, coldest first."""
@@ -128,13 +131,10 @@ def assemble(
         KVStoreError: if a tier cannot be opened; those opened before are closed.
     """
     namespace = namespace_of(config, chunk_bytes, region.row_bytes, label, identity)
-    tiers: list[Tier] = []
-    try:
-        return _assemble(config, region, chunk_bytes, namespace, tiers, events)
-    except BaseException:
-        for opened in tiers:
-            opened.abandon()
-        raise
+    with ExitStack() as opened:
+        assembly = _assemble(config, region, chunk_bytes, namespace, opened, events)
+        opened.pop_all()
+        return assembly
 
 
 def _assemble(
@@ -142,9 +142,11 @@ def _assemble(
     region: PinnedRegion,
     chunk_bytes: int,
     namespace: Namespace,
-    tiers: list[Tier],
+    opened: ExitStack,
     events: bool,
 ) -> Assembly:
+    tiers: list[Tier] = []
+    opened.callback(lambda: [tier.abandon() for tier in tiers])
     views, parts = open_tiers(config, region, chunk_bytes, namespace, tiers)
     demotes = any(view.flow is not Flow.WRITE_THROUGH for view in views)
     pool = HostPool(
@@ -173,18 +175,14 @@ def _assemble(
     recorder = None
     if config.record_trace is not None:
         recorder = Recorder(config.record_trace, config.record_trace_bytes, chunk_bytes)
+        opened.callback(recorder.abandon)
         core.on_prompt_end(recorder.add)
         parts.append(f"requests recorded in {recorder.path}")
     if not COMPILED:
         parts.append(NOT_COMPILED)
     description = "; ".join([host, *parts])
-    try:
-        spans = spans_of(config, views, core.want_spans, chunk_bytes)
-        control, commands = control_of(config, tiers, region, description)
-    except BaseException:
-        if recorder is not None:
-            recorder.abandon()
-        raise
+    spans = spans_of(config, views, core.want_spans, chunk_bytes)
+    control, commands = control_of(config, tiers, region, description)
     return Assembly(core, region, tiers, description, recorder, spans, control, commands)
 
 
@@ -423,7 +421,7 @@ class _Building:
             self._built = assembly
             left = self._cancelled
         if left:
-            _let_go(assembly)
+            assembly.abandon(region=True)
         return assembly
 
     def cancel(self) -> None:
@@ -432,7 +430,7 @@ class _Building:
             self._cancelled = True
             built = self._built
         if built is not None:
-            _let_go(built)
+            built.abandon(region=True)
 
     def _build(self) -> Assembly:
         config = self._config
@@ -450,8 +448,3 @@ class _Building:
         except BaseException:
             region.close()
             raise
-
-
-def _let_go(assembly: Assembly) -> None:
-    assembly.abandon()
-    assembly.region.close()

@@ -409,8 +409,8 @@ FAULTS = (
         ),
         (
             "a tier that hangs ends waits for all others",
-            "chunks[key].origin == tier and chunks[key].state == FILLING",
-            "chunks[key].state == FILLING",
+            "chunk.state == FILLING and chunk.origin in tiers",
+            "chunk.state == FILLING",
         ),
     ),
     # -- disk --------------------------------------------------------------------------------

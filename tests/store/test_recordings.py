@@ -16,6 +16,7 @@ import pytest
 import kvstore
 from kvstore.api.store import Store
 from kvstore.core.residency.owned import OwnedTier
+from kvstore.errors import KVStoreError
 from kvstore.observe.recording import RecordingStream
 from kvstore.simulation import Setup, Trace, read_trace, replay
 from kvstore.tiers.disk.format import Geometry
@@ -292,3 +293,19 @@ async def test_requests_are_recorded_in_their_order(tmp_path: Path) -> None:
             await get(store, keys, None)
     lengths = [len(each.chains[0]) for each in list(RecordingStream(tmp_path / "trace.kvt"))]
     assert lengths == [*range(1, 9), *range(1, 9)]
+
+
+async def test_a_start_that_fails_gives_its_recording_up(tmp_path: Path) -> None:
+    """The next one has the name that was configured."""
+    config = {
+        "chunk_bytes": CHUNK,
+        "cpu_bytes_to_use": 8 * CHUNK,
+        "identity": {},
+        "record_trace": str(tmp_path / "trace.jsonl"),
+    }
+    for _ in range(2):
+        with pytest.raises(KVStoreError, match="control"):
+            await kvstore.open({**config, "control": f"unix:{tmp_path}/none/socket"})
+    async with kvstore.open(config) as store:
+        assert "requests recorded in" in store.description
+        assert "trace-1" not in store.description
