@@ -95,10 +95,7 @@ class Arrivals:
         self._readable = [tier.entries for tier in self._tiers if tier.health.readable]
         if any(tier.health.stalled for tier in self._tiers):
             self._give_up()
-        leases, pending = Counter[int](), Counter[int]()
-        for request, owner in self._line:
-            leases[owner] += len(request.leases)
-            pending[owner] += request.pending
+        leases, pending = self._held()
         room: dict[int, int] = {}
         half = self._pool.rows // MOST_SHARE
         # So many rows each tenant may lease whatever others do.
@@ -132,8 +129,10 @@ class Arrivals:
         Those of the tenant of `keys` come first, and others only if it has less than its part.
         """
         owner = self._pool.owner(keys)
-        last_first = [*self._line][::-1]
-        for request, its in sorted(last_first, key=lambda one: one[1] != owner):
+        last_first = [*reversed(self._line)]
+        if self._pool.policy.shared:
+            last_first.sort(key=lambda one: one[1] != owner)
+        for request, its in last_first:
             if rows <= 0:
                 break
             if request.queued and request.leases:
@@ -151,6 +150,18 @@ class Arrivals:
                 request.leave_queue()
         self._line.clear()
         self._keys = 0
+
+    def _held(self) -> tuple[Counter[int], Counter[int]]:
+        """Count the leases of queued requests, and those that wait for their chunks, by tenant."""
+        leases, pending = Counter[int](), Counter[int]()
+        if self._pool.policy.shared:
+            for request, owner in self._line:
+                leases[owner] += len(request.leases)
+                pending[owner] += request.pending
+        else:
+            leases[0] = sum(len(request.leases) for request, _ in self._line)
+            pending[0] = sum(request.pending for request, _ in self._line)
+        return leases, pending
 
     def _count_known(self, request: Request, most: int) -> int:
         """Count the next keys that are in host memory or on a tier; cut the request at a gap."""
