@@ -9,7 +9,7 @@ portion is of one of them, in turn.
 from __future__ import annotations
 
 import heapq
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Container, Iterable, Sequence
 from itertools import count, islice
 
 from kvstore.core.chunk import READY
@@ -33,6 +33,9 @@ MOST_SHARE = 2
 
 MOST_TRIED = 4
 """Most tenants of which a step tries to fetch a portion."""
+
+MOST_LOOKED_AT = 2048
+"""Most keys of a line that are looked at in a step while a tier does not answer."""
 
 MOST_PLANNED = 2**20
 """Most keys that may be planned to be fetched later."""
@@ -132,6 +135,7 @@ class Prefetches:
                 line.pop(key, None)
             if not line:
                 del self._lines[owner]
+                self._since.pop(owner, None)
 
     def go_on(self, now: float) -> list[Grant]:
         """Fetch the next portion, if its turn has come."""
@@ -149,10 +153,11 @@ class Prefetches:
         if not self._lines:
             return []
         wishful = self._queue.wishful()
-        shared = self._pool.policy.shared
+        for owner in wishful:
+            self._since.pop(owner, None)
+        if wishful and not self._pool.policy.shared:
+            return []
         for owner in [each for each in self._lines if each not in wishful][:MOST_TRIED]:
-            if wishful and not shared:
-                break
             grants = self._try(owner, now)
             if self._portion is not None:
                 return grants
@@ -165,7 +170,7 @@ class Prefetches:
         size = max(1, min(self._pool.rows // PORTION_SHARE, MOST_PORTION))
         portion = Request(_NAME)
         portion.ask(now)
-        portion.name_keys(islice(line, size))
+        portion.name_keys(islice(self._of_answering(line), size))
         link(self._pool.policy, portion.keys)
         grants = self._grants.ahead(portion, now, most=size)
         self.begun += sum(len(chunks) for _, chunks, _ in grants)
@@ -174,13 +179,27 @@ class Prefetches:
             self.drop(portion.keys[: portion.granted])
             self._portion = portion
         elif (
-            self._pool.policy.shared
+            portion.keys
+            and self._pool.policy.shared
             and now - self._since.setdefault(owner, now) >= self._queue.lease
         ):
             # Others have theirs, and may have it for good.
             del self._since[owner]
             self.drop(portion.keys)
         return grants
+
+    def _of_answering(self, line: Iterable[bytes]) -> Iterable[bytes]:
+        """Leave out, for now, keys that only tiers have which do not answer at present."""
+        stalled = [tier.entries for tier in self._tiers if tier.health.stalled]
+        if not stalled:
+            return line
+        places: list[Container[bytes]] = [self._pool.chunks]
+        places += [tier.entries for tier in self._tiers if not tier.health.stalled]
+        return [
+            key
+            for key in islice(line, MOST_LOOKED_AT)
+            if any(key in held for held in places) or not any(key in held for held in stalled)
+        ]
 
     def reset(self) -> None:
         """Forget everything that is to be fetched."""

@@ -70,6 +70,9 @@ class WaitQueue:
 
     def wishful(self) -> set[int]:
         """The tenants of waiting requests that have keys which were not granted yet."""
+        if not self._pool.policy.shared:
+            wishes = any(one.granted < len(one.keys) for one in self.waiting.values())
+            return {0} if wishes else set()
         return {
             self._pool.owner(request.keys)
             for request in self.waiting.values()

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import logging
 import os
 import threading
@@ -148,9 +149,12 @@ class Engine:
     async def _close_tier(
         self, number: int, tier: Tier, coldest_first: Sequence[tuple[bytes, int]]
     ) -> None:
-        # Peers are read by the threads of the tier beside which they lie.
-        peers = {index for index, one in enumerate(self._tiers) if one.is_peer}
-        while its := [task for task, of in self._tasks.items() if of in {number, *peers}]:
+        # Peers come after the tier beside which they lie, and are read by its threads.
+        behind = itertools.takewhile(
+            lambda at: self._tiers[at].is_peer, range(number + 1, len(self._tiers))
+        )
+        busy = {number, *behind}
+        while its := [task for task, of in self._tasks.items() if of in busy]:
             await asyncio.wait(its)
         try:
             await tier.close(coldest_first)
@@ -386,7 +390,7 @@ def _is_end(error: BaseException) -> bool:
     if isinstance(error, asyncio.CancelledError):
         task = asyncio.current_task()
         return task is None or task.cancelling() > 0
-    return isinstance(error, (KeyboardInterrupt, SystemExit))
+    return isinstance(error, (KeyboardInterrupt, SystemExit, GeneratorExit))
 
 
 async def end_engine(

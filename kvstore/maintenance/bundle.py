@@ -126,6 +126,8 @@ def the_namespace(path: str | os.PathLike[str]) -> NamespaceSurvey:
         KVStoreError: if what it is of cannot be read.
     """
     found = survey(path)
+    # Of a folder that cannot be searched nobody knows whether it is one.
+    found = [each for each in found if each.digest or each.lanes or not each.unlisted] or found
     if len(found) > 1:
         raise PathUnusableError(
             f"{path} holds {len(found)} namespaces: name the path of one of "
@@ -503,6 +505,10 @@ def _lanes_at(path: str | os.PathLike[str], capacity_bytes: int | None) -> list[
         found = survey(path)
     except EmptyPathError:
         return []
+    except PathUnusableError as error:
+        if capacity_bytes is not None:
+            return []
+        raise PathUnusableError(f"{error}: name a capacity with --capacity") from error
     unlisted = [str(fault) for namespace in found for fault in namespace.unlisted]
     if unlisted and capacity_bytes is None:
         raise PathUnusableError(

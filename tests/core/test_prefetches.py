@@ -174,3 +174,18 @@ def test_a_tier_that_does_not_answer_keeps_no_other_ones_chunks_waiting() -> Non
         if all(map(rig.in_host, other)):
             break
     assert all(map(rig.in_host, other))
+
+
+def test_what_a_tier_has_that_does_not_answer_is_fetched_when_it_does() -> None:
+    keys = chain("x", 32)
+    rig = Rig(rows=64, on=[keys])
+    assert rig.core.prefetch(keys) == 32
+    for _ in range(60):
+        rig.step(0.1)
+    assert rig.core.tiers[0].health.stalled
+    assert rig.core.is_prefetching()
+    for _ in range(100):
+        for move in list(rig.moves):
+            rig.end(move)
+        rig.step(0.1)
+    assert all(map(rig.in_host, keys))

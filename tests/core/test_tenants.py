@@ -412,3 +412,21 @@ def test_a_request_waits_no_longer_because_others_are_busy() -> None:
         return rig.now - began
 
     assert waited(busy=True) <= waited(busy=False) + 0.5 < 3
+
+
+def test_each_prefetch_has_the_time_that_one_has() -> None:
+    """That an earlier one found no row does not count, once it is over."""
+    wanted = keys_of("b", "x", 4)
+    rig = rig_of(16, wanted)
+    loaded = keys_of("b", "y", 16)
+    rig.put(loaded)
+    for start in (0, 1):
+        assert rig.core.prefetch(wanted) == 4
+        rig.step(0.1)
+        assert rig.core.is_prefetching(wanted)
+        if not start:
+            rig.core._prefetches.drop(wanted)
+            rig.now += 100
+    assert (
+        rig.core._prefetches._since == {} or rig.now - min(rig.core._prefetches._since.values()) < 1
+    )

@@ -575,6 +575,19 @@ async def test_so_it_is_on_a_loop_of_the_server() -> None:
     assert healthy.closed_with == 0
 
 
+class PeerTier(GatedTier):
+    is_peer = True
+
+
+def test_peers_keep_open_only_the_tier_beside_which_they_lie(threads: Start) -> None:
+    disk, peer, other = GatedTier(opened=True), PeerTier(), GatedTier(opened=True)
+    engine = threads(disk, peer, other)
+    engine.submit([Move(0, Op.PROMOTE, 1, [key(0)], [0], [0])])
+    assert until(lambda: peer.running)
+    assert not engine.close([[], [], []], 0.3)
+    assert (disk.closed_with, peer.closed_with, other.closed_with) == (None, None, 0)
+
+
 class BadTier(GatedTier):
     """Raises what ends a task, or is no `Exception`, from everything."""
 

@@ -534,3 +534,24 @@ def test_an_age_that_is_none_is_refused(tmp_path: Path, age: str) -> None:
     done = command("export", str(tmp_path), str(tmp_path / "bundle"), f"--used={age}")
     assert done.returncode == 2
     assert "allowed are ages such as" in done.stderr
+
+
+async def test_a_folder_that_cannot_be_searched_is_no_namespace_to_choose(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await fill(tmp_path / "here")
+    (tmp_path / "here" / "private").mkdir()
+    (tmp_path / "there" / "private").mkdir(parents=True)
+    real = survey._holds_namespace
+
+    def holds(folder: Path) -> bool:
+        if folder.name == "private":
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+        return real(folder)
+
+    monkeypatch.setattr(survey, "_holds_namespace", holds)
+    assert export_bundle(tmp_path / "here", tmp_path / "bundle").chunks == len(KEYS)
+    with pytest.raises(PathUnusableError, match="name a capacity with --capacity"):
+        import_bundle(tmp_path / "bundle", tmp_path / "there")
+    done = import_bundle(tmp_path / "bundle", tmp_path / "there", capacity_bytes=2**22)
+    assert done.stored == len(KEYS)
