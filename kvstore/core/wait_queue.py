@@ -81,7 +81,7 @@ class WaitQueue:
 
     def waits_for(self, request: Request, tiers: Collection[int]) -> bool:
         """Whether it has leases on chunks that are being read from one of these tiers."""
-        if not request.pending:
+        if not (request.pending and tiers):
             return False
         chunks = (self._pool.chunks[key] for key in request.leases)
         return any(chunk.state == FILLING and chunk.origin in tiers for chunk in chunks)
