@@ -125,9 +125,6 @@ def run_show(options: argparse.Namespace) -> int:
     place = places_of(namespace, [key]).get(key)
     if place is None:
         raise KVStoreError(f"{options.path} holds no chunk {key.hex()}")
-    if namespace.lost is not None:
-        # It may be of older weights.
-        raise KVStoreError(str(namespace.lost))
     sealer = sealer_of(options.keys, namespace.digest)
     place, payload = read_whole(place, sealer)
     # What cannot be read is not whole, whatever its key.

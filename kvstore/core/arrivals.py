@@ -14,7 +14,7 @@ server says so. Its leases stay for a while.
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Container, Sequence
+from collections.abc import Container, Iterator, Sequence
 from itertools import islice
 
 from kvstore.core.async_lookup import Questions
@@ -128,20 +128,21 @@ class Arrivals:
 
         Those of the tenant of `keys` come first, and others only if it has less than its part.
         """
-        owner = self._pool.owner(keys)
-        last_first = [*reversed(self._line)]
-        if self._pool.policy.shared:
-            last_first.sort(key=lambda one: one[1] != owner)
-        for request, its in last_first:
+        for request in self._givers(keys):
             if rows <= 0:
                 break
             if request.queued and request.leases:
-                if its != owner and self._pool.has_its_part(keys):
-                    break
                 busy = self._pool.busy
                 self._start_over(request)
                 rows -= busy - self._pool.busy
                 self.gave_way += 1
+
+    def _givers(self, keys: Sequence[bytes]) -> Iterator[Request]:
+        """Yield the queued requests that may give way to these keys, last first."""
+        owner = self._pool.owner(keys)
+        yield from (request for request, its in reversed(self._line) if its == owner)
+        if self._pool.policy.shared and not self._pool.has_its_part(keys):
+            yield from (request for request, its in reversed(self._line) if its != owner)
 
     def reset(self) -> None:
         """Forget all queued requests."""

@@ -123,7 +123,8 @@ def the_namespace(path: str | os.PathLike[str]) -> NamespaceSurvey:
 
     Raises:
         PathUnusableError: as `survey`, and if there are several.
-        KVStoreError: if what it is of cannot be read.
+        KVStoreError: if what it is of cannot be read, or its epoch is lost: as no server would open
+            it, nobody could tell which of its chunks are right.
     """
     found = survey(path)
     # Of a folder that cannot be searched nobody knows whether it is one.
@@ -134,6 +135,8 @@ def the_namespace(path: str | os.PathLike[str]) -> NamespaceSurvey:
             f"{', '.join(each.name for each in found)}"
         )
     (namespace,) = found
+    if namespace.lost is not None:
+        raise KVStoreError(str(namespace.lost))
     if namespace.digest is None:
         described = read_namespace(Path(namespace.path))
         # The survey could not read it, and it can be read by now.
@@ -256,10 +259,6 @@ def export_bundle(
     """
     namespace = the_namespace(path)
     folder = Path(namespace.path)
-    # As no server would open it, nobody could tell which of its chunks are right.
-    if namespace.lost is not None:
-        raise KVStoreError(str(namespace.lost))
-    read_epoch(folder)
     found = places_of(namespace, keys)
     missing = [key for key in keys or () if key not in found]
     if missing:
