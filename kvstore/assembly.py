@@ -9,7 +9,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from kvstore.concurrency import in_thread
+from kvstore.concurrency import Daemons
 from kvstore.config import Config, DiskConfig, TierConfig
 from kvstore.core import AskedTier, Core, Flow, HostPool, OwnedTier, PeerTier
 from kvstore.core.residency.base import TierView
@@ -17,7 +17,7 @@ from kvstore.core.residency.index import ColdestFirst
 from kvstore.core.residency.remote_answers import MOST_ANSWERS
 from kvstore.core.statistics import tier_names
 from kvstore.engine.engine import Beside
-from kvstore.errors import ConfigError, KVStoreError
+from kvstore.errors import ConfigError
 from kvstore.gate import codecs_of
 from kvstore.observe.recorder import Recorder
 from kvstore.plugins import TierPlace, build_filters, build_policy, create_tier, tail_bytes_of
@@ -264,7 +264,10 @@ def key_ring(config: Config) -> KeyRing | None:
     """Return the keys that tiers are encrypted with, if they are; a ConfigError if that fails."""
     if config.encryption_keys is None:
         return None
-    return KeyRing(config.encryption_keys, None if config.tenants is None else tag_of)
+    try:
+        return KeyRing(config.encryption_keys, None if config.tenants is None else tag_of)
+    except ConfigError as error:
+        raise ConfigError(f"encryption_keys: {error}") from error
 
 
 def open_tiers(
@@ -296,8 +299,7 @@ def open_tiers(
     )
     place = TierPlace(namespace.name, namespace.identity, chunk_bytes, keys, partitions, in_stores)
     for tier_config in config.tiers:
-        opened = _tiers_of(tier_config, place, on_disks)
-        for tier in opened:
+        for tier in _tiers_of(tier_config, place, on_disks):
             recovered = tier.open(region)
             tiers.append(tier)
             number, found = len(views), len(recovered.entries)
@@ -390,10 +392,8 @@ async def build(config: Config) -> Assembly:
         KVStoreError: if a path or a value cannot be used.
     """
     building = _Building(config)
-    try:
-        built = in_thread(building.run)
-    except RuntimeError as error:
-        raise KVStoreError(f"the store cannot be opened: {error}") from error
+    # The loop's own executor may be full of calls that wait for the store.
+    built = asyncio.wrap_future(Daemons("kvstore-open").submit(building.run))
     try:
         return await built
     except asyncio.CancelledError:
@@ -433,18 +433,12 @@ class _Building:
             built.abandon(region=True)
 
     def _build(self) -> Assembly:
-        config = self._config
+        config, identity = self._config, self._identity
         region = PinnedRegion.private(*self._shape)
         try:
-            label = str(self._identity.get("model", "kv"))
-            return assemble(
-                config,
-                region,
-                self._chunk_bytes,
-                label,
-                self._identity,
-                events=config.keep_events,
-            )
+            label = str(identity.get("model", "kv"))
+            events = config.keep_events
+            return assemble(config, region, self._chunk_bytes, label, identity, events=events)
         except BaseException:
             region.close()
             raise

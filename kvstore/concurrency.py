@@ -59,8 +59,8 @@ def start_thread(thread: threading.Thread) -> None:
         ) from None
 
 
-def in_thread(call: Callable[[], _T]) -> asyncio.Future[_T]:
-    """Make `call` in a thread of the running loop's executor, at most once.
+def in_thread(call: Callable[[], _T], executor: Executor) -> asyncio.Future[_T]:
+    """Make `call` in a thread of `executor`, at most once.
 
     Raises:
         RuntimeError: if no thread can be had; then the call is not made, now or later.
@@ -75,7 +75,7 @@ def in_thread(call: Callable[[], _T]) -> asyncio.Future[_T]:
                 future.set_exception(error)
 
     try:
-        asyncio.get_running_loop().run_in_executor(None, run)
+        executor.submit(run)
     except RuntimeError:
         # By then an executor may have queued it, and would make it when a thread becomes free.
         if future.cancel():
@@ -258,6 +258,8 @@ class Daemons(Executor):
         future: Future[_T] = Future()
 
         def call() -> None:
+            if not future.set_running_or_notify_cancel():
+                return
             try:
                 future.set_result(fn(*arguments, **named))
             except BaseException as error:

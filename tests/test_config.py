@@ -236,6 +236,7 @@ REFUSED: list[tuple[dict[Any, Any], str, str]] = [
     ({"deadline_s": 0}, "deadline_s = 0", "above 0"),
     ({"deadline_s": "2s"}, "deadline_s = '2s'", "number of seconds"),
     ({"max_wait_s": float("nan")}, "max_wait_s = nan", "above 0"),
+    ({"max_wait_s": 1e30}, "max_wait_s = 1e+30", "at most 1000000000"),
     ({"max_wait_s": 10**400}, "max_wait_s = 1000", "number of seconds"),
     ({"lease_s": float("inf")}, "lease_s = inf", "above 0"),
     ({"shutdown_timeout_s": False}, "shutdown_timeout_s = False", "number of seconds"),
@@ -245,7 +246,7 @@ REFUSED: list[tuple[dict[Any, Any], str, str]] = [
     ({"tiers": "disk"}, "tiers = 'disk'", "must be a list"),
     ({"tiers": [DISK, "disk"]}, "tiers[1] = 'disk'", "must be a table of keys"),
     ({"tiers": [DISK, DISK]}, "tiers[1].path = '/cache'", "a folder of its own"),
-    ({"tiers": [{"path": "/cache"}]}, "tiers[0].type = None", "must be one of: disk"),
+    ({"tiers": [{"path": "/cache"}]}, "missing key tiers[0].type", "must be one of disk"),
     ({"tiers": [{**DISK, "type": "tape"}]}, "tiers[0].type = 'tape'", "must be one of: disk"),
 ]
 

@@ -254,7 +254,7 @@ def _line(
         try:
             _WHEN_OPENED[key.name](config)
         except KVStoreError as error:
-            warning = str(error)
+            warning = str(error).removeprefix(f"{key.name}: ")
     return Line(f"{prefix}{key.name}", shown_value(key, value), given, text, warning)
 
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence, Sized
+from itertools import islice, pairwise
 from typing import Any
 
 import numpy as np
@@ -89,18 +90,31 @@ def chunks_of(buffers: Iterable[object], count: int, size: int) -> list[npt.NDAr
     """The bytes of `count` buffers of `size` bytes each.
 
     Raises:
-        KVStoreError: for another number of buffers, or one that is no chunk.
+        KVStoreError: for another number of buffers, one that is no chunk, or an iterator that
+            fills the same memory again and again.
     """
-    return _each_of(buffers, "chunks", count, lambda buffer: bytes_of(buffer, size))
+    taken = _each_of(buffers, "chunks", count, lambda buffer: bytes_of(buffer, size))
+    if isinstance(buffers, Iterator):
+        filled = [_address(each) for each in taken if each.flags.writeable]
+        if len(set(filled)) < len(filled):
+            raise KVStoreError(
+                "two of the buffers are the same memory: all are gathered before one is copied, "
+                "so each chunk needs its own"
+            )
+    return taken
 
 
 def targets_of(buffers: Iterable[object], count: int, size: int) -> list[npt.NDArray[np.uint8]]:
     """The memory of `count` buffers of `size` bytes each, to be written to.
 
     Raises:
-        KVStoreError: for another number of buffers, or one that cannot be written to in place.
+        KVStoreError: for another number of buffers, one that cannot be written to in place, or
+            two that share memory.
     """
-    return _each_of(buffers, "buffers", count, lambda buffer: _memory_of(buffer, size))
+    taken = _each_of(buffers, "buffers", count, lambda buffer: _memory_of(buffer, size))
+    if any(after - before < size for before, after in pairwise(sorted(map(_address, taken)))):
+        raise KVStoreError("two of the buffers to write to share memory")
+    return taken
 
 
 def _each_of(
@@ -115,10 +129,16 @@ def _each_of(
         raise KVStoreError(
             f"buffers must be a list or another iterable of {what}, not {_kind(buffers)}"
         ) from error
-    taken = [take(buffer) for buffer in each]
+    taken = [take(buffer) for buffer in islice(each, count + 1)]
     if len(taken) != count:
-        raise KVStoreError(f"{count} keys but {len(taken)} buffers")
+        many = len(buffers) if isinstance(buffers, Sized) else "more"
+        given = many if len(taken) > count else len(taken)
+        raise KVStoreError(f"{count} keys but {given} buffers")
     return taken
+
+
+def _address(array: npt.NDArray[np.uint8]) -> int:
+    return array.ctypes.data
 
 
 def bytes_of(buffer: object, size: int) -> npt.NDArray[np.uint8]:

@@ -54,7 +54,7 @@ class Chunks(Sequence[memoryview]):
         size: int,
         sources: Sequence[str] = (),
     ) -> None:
-        self.keys = keys
+        self.keys = tuple(keys)
         self.sources = sources
         # Every chunk gets its own exporter, which lives as long as any buffer of the
         # chunk: a slice of its view, an array. Torch releases the buffer and keeps the view

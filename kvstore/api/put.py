@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections import deque
+from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterable, Sequence
+from concurrent.futures import Executor, ThreadPoolExecutor
 
 import numpy as np
 import numpy.typing as npt
@@ -21,7 +22,7 @@ from kvstore.core.residency.base import CopyTarget
 from kvstore.engine.loop_steps import Driver
 from kvstore.tiers.pinned import PinnedRegion
 
-__all__ = ["COPY_INLINE_BYTES", "Copies", "Puts", "run_copy"]
+__all__ = ["COPY_INLINE_BYTES", "Copies", "Puts", "copy_threads", "run_copy"]
 
 
 class Copies:
@@ -66,14 +67,25 @@ COPY_INLINE_BYTES = 256 * 1024
 """Copies up to this size are done on the loop: a thread would cost more."""
 
 
-async def run_copy(copy: Callable[[], None], size: int) -> None:
-    """Copy `size` bytes by `copy`, in a thread if they are many.
+COPY_THREADS = 4
+
+
+def copy_threads() -> ThreadPoolExecutor:
+    """Return threads for the copies of one store.
+
+    The loop's own executor may be full of calls that wait for the store.
+    """
+    return ThreadPoolExecutor(COPY_THREADS, "kvstore-copy")
+
+
+async def run_copy(copy: Callable[[], None], size: int, threads: Executor) -> None:
+    """Copy `size` bytes by `copy`, in one of `threads` if they are many.
 
     The copy has ended when this returns or raises, even if the task is cancelled.
     """
     if size > COPY_INLINE_BYTES:
         try:
-            copying = in_thread(copy)
+            copying = in_thread(copy, threads)
         except RuntimeError:
             # There are no more threads, or the interpreter is shutting down.
             pass
@@ -90,6 +102,7 @@ class Puts:
     """Serves puts: see the module's text.
 
     Args:
+        threads: make the copies.
         deadline: seconds without movement after which a put gives up.
         max_wait: seconds after which it gives up in any case.
     """
@@ -99,6 +112,7 @@ class Puts:
         core: Core,
         region: PinnedRegion,
         driver: Driver,
+        threads: Executor,
         *,
         deadline: float,
         max_wait: float,
@@ -106,6 +120,7 @@ class Puts:
         self._core = core
         self._region = region
         self._driver = driver
+        self._threads = threads
         self._deadline = deadline
         self._ceiling = max_wait
         self._turns: dict[int, _Turns] = {}
@@ -135,6 +150,9 @@ class Puts:
         Args:
             wait: whether to wait for room and for other puts.
             durable: whether `save` follows: what a peer keeps does not count, as it does not there.
+
+        Raises:
+            KVStoreError: if a close of the store begins meanwhile: it may not wait for all of it.
         """
         rows = min(self._rows_for(()), self._core.reach(keys))
         width = len(keys) if len(keys) <= rows else max(1, rows // 2)
@@ -146,10 +164,13 @@ class Puts:
         self._withdrawn.append(withdrawn)
         try:
             while offered < len(keys) and era == self._core.era:
+                self._driver.check_storing()
                 here = [key for key in here if not self._core.may_go_below(key)]
                 # A later part must not displace an earlier one.
                 end = offered + min(width, self._rows_for(here) - len(here))
-                part = dict(zip(keys[offered:end], sources[offered:end], strict=True))
+                part: Sources = {}
+                for key, source in zip(keys[offered:end], sources[offered:end], strict=True):
+                    part.setdefault(key, source)
                 if not part or not await self._portion(
                     part, name, withdrawn, wait=wait, durable=durable
                 ):
@@ -160,6 +181,7 @@ class Puts:
                 offered = end
         finally:
             self._withdrawn = [one for one in self._withdrawn if one is not withdrawn]
+        self._driver.check_storing()
         return next((n for n, key in enumerate(keys) if not self.has(key, own=durable)), len(keys))
 
     async def save(self, keys: Sequence[bytes]) -> int:
@@ -283,7 +305,7 @@ class Puts:
         era = self._core.era
         ok = False
         try:
-            await run_copy(copy, len(keys) * sources[keys[0]].size)
+            await run_copy(copy, len(keys) * sources[keys[0]].size, self._threads)
             ok = True
         finally:
             self._core.complete_store(keys, name, ok, era)
@@ -298,19 +320,22 @@ class _Turns:
 
     def __init__(self) -> None:
         self.taken = False
-        self._line: deque[asyncio.Future[None]] = deque()
+        self._line: OrderedDict[asyncio.Future[None], None] = OrderedDict()
 
     async def take(self, seconds: float) -> bool:
         """Wait for a turn; False if it has not come within `seconds`."""
         if not self.taken:
             self.taken = True
             return True
+        if seconds <= 0:
+            return False
         turn = asyncio.get_running_loop().create_future()
-        self._line.append(turn)
+        self._line[turn] = None
         try:
             async with asyncio.timeout(seconds):
                 await turn
         except BaseException as error:
+            self._line.pop(turn, None)
             if turn.done() and not turn.cancelled():
                 # The turn came at the same moment.
                 self.give()
@@ -322,7 +347,7 @@ class _Turns:
     def give(self) -> bool:
         """Pass the turn on. Returns False: it is no longer the caller's."""
         while self._line:
-            turn = self._line.popleft()
+            turn, _ = self._line.popitem(last=False)
             if not turn.done():
                 turn.set_result(None)
                 return False

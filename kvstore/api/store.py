@@ -24,7 +24,7 @@ from kvstore.api.arguments import (
     targets_of,
 )
 from kvstore.api.lease import Chunks, Lease, Onlookers
-from kvstore.api.put import COPY_INLINE_BYTES, Copies, Puts, run_copy
+from kvstore.api.put import COPY_INLINE_BYTES, Copies, Puts, copy_threads, run_copy
 from kvstore.api.windows import Windows
 from kvstore.assembly import Assembly, build
 from kvstore.concurrency import Home, outlast, within
@@ -144,10 +144,12 @@ class Store:
         self._prompts = Prompts(
             self._core, config.lease_s, self._record if assembly.recorder is not None else None
         )
+        self._threads = copy_threads()
         self._puts = Puts(
             self._core,
             self._region,
             self._driver,
+            self._threads,
             deadline=config.deadline_s,
             max_wait=config.max_wait_s,
         )
@@ -298,8 +300,9 @@ class Store:
         """Copy `buffers` in under `keys`, in prefix order.
 
         A buffer is anything with the buffer protocol, a NumPy array or a torch
-        tensor, of `chunk_bytes` bytes. More chunks than host memory has room
-        for stream through to the slower tiers. Puts are served in the order in
+        tensor, of `chunk_bytes` bytes. All are gathered first, and must stay as they are until
+        this returns. Of a key that stands twice the first buffer counts. More chunks than host
+        memory has room for stream through to the slower tiers. Puts are served in the order in
         which they came. Under pressure the tail is shed.
 
         Without `wait` it uses the room that is free and sheds the rest at once: all of it,
@@ -560,6 +563,9 @@ class Store:
     # -- inside ------------------------------------------------------------------------
 
     async def _resolve(self, keys: Sequence[bytes], request: str | None) -> int:
+        # The caller may change its list while this waits.
+        self._driver.check()
+        keys, request = check_keys(keys), check_request(request)
         prompt, answer = self._look_up(keys, request)
         while answer is None:
             assert prompt is not None
@@ -581,7 +587,7 @@ class Store:
         durable: bool,
         wait: bool,
     ) -> int:
-        self._driver.check()
+        self._driver.check_storing()
         if durable and not self._core.targets:
             raise KVStoreError("durable: the store has no tier that chunks could be written to")
         keys, request = check_keys(keys), check_request(request)
@@ -755,7 +761,7 @@ class Store:
                 target[:] = np.frombuffer(view, np.uint8)
 
         try:
-            await run_copy(copy, len(views) * self.chunk_bytes)
+            await run_copy(copy, len(views) * self.chunk_bytes, self._threads)
         finally:
             # The views end with the lease, and would be told to have outlived it.
             views.clear()
@@ -836,6 +842,7 @@ class Store:
         """Close completely, however often it is cancelled."""
         self._home.check()
         if self._closing is None:
+            self._driver.closing = True
             self._closing = self._home.loop.create_task(self._shut())
         await outlast(self._closing, self._make_haste)
 
@@ -854,6 +861,7 @@ class Store:
         self._prompts.end_all()
         self._driver.closed = True
         self._driver.wake()
+        self._threads.shutdown(wait=False)
         engine, recency = self._driver.engine, self._assembly.recency()
         if await end_engine(engine, recency, self._config.shutdown_timeout_s):
             self._region.close()

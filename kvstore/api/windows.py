@@ -141,6 +141,11 @@ class Windows:
         if lease is not None:
             lease.drop()
 
+    def send_back(self) -> None:
+        """End the window soon. From any thread."""
+        if (lease := self._lease) is not None:
+            lease.send_back()
+
     async def _give_back(
         self,
         kind: type[BaseException] | None = None,
@@ -176,6 +181,10 @@ class SyncWindows:
             if kind is None:
                 raise
             # What a store that has ended, or a child of a fork, says hides no other exception.
+        except BaseException:
+            # Interrupted.
+            self._windows.send_back()
+            raise
 
     def __iter__(self) -> SyncWindows:
         return self

@@ -23,7 +23,7 @@ from attrs.converters import optional
 
 from kvstore.config import values as check
 from kvstore.errors import NOT_PARSED, ConfigError
-from kvstore.plugins import Choice, check_tier, is_store
+from kvstore.plugins import Choice, check_tier, is_store, tier_names
 from kvstore.policies.parameters import shown
 from kvstore.policies.shares import Shares
 from kvstore.types import Flow
@@ -185,6 +185,8 @@ def _tiers(
             continue
         if not isinstance(tier, Mapping):
             raise ConfigError(f"{where} = {shown(tier)}: must be a table of keys")
+        if "type" not in tier:
+            raise ConfigError(f"missing key {where}.type: must be one of {', '.join(tier_names())}")
         rest = {key: item for key, item in tier.items() if key != "type"}
         if tier.get("type") == "disk":
             tiers.append(_build(DiskConfig, rest, where))

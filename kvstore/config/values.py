@@ -42,6 +42,9 @@ MOST_GUARANTEED = 0.9
 
 LEAST_WEIGHT = 1e-6
 
+MAX_SECONDS = 10**9
+"""Longest time that is accepted, 31 years."""
+
 MAX_BYTES = 2**60
 """Largest size that is accepted; a larger one must be a mistake."""
 
@@ -113,13 +116,9 @@ def threshold(value: int) -> int:
 def seconds(value: float) -> float:
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         raise ValueError("must be a number of seconds")
-    try:
-        number = float(value)
-    except OverflowError as error:
-        raise ValueError("must be a number of seconds that fits a float") from error
-    if not math.isfinite(number) or number <= 0:
-        raise ValueError("must be a number of seconds above 0")
-    return number
+    if not 0 < value <= MAX_SECONDS:
+        raise ValueError(f"must be a number of seconds above 0, and at most {MAX_SECONDS}")
+    return float(value)
 
 
 def pace(value: float | str) -> float | str:
@@ -254,14 +253,18 @@ def tenants(value: Shares | Mapping[str, Mapping[str, float]]) -> Shares:
 
 
 def _tenant(name: str, share: object) -> Share:
-    if not isinstance(share, Mapping) or not set(share) <= set(_SHARE):
+    if not isinstance(share, Mapping):
         raise ValueError(f"{name}: must be a table of {', '.join(_SHARE)}")
     for key, each in share.items():
+        if key not in _SHARE:
+            raise ValueError(f"{name}.{key}: unknown key, allowed are {', '.join(_SHARE)}")
         if isinstance(each, bool) or not isinstance(each, (int, float)) or not 0 <= each < math.inf:
             raise ValueError(f"{name}.{key}: must be a number of at least 0")
     made = Share(**share)
-    if not made.guaranteed <= made.maximal <= 1 or not made.maximal:
-        raise ValueError(f"{name}: guaranteed may be at most maximal, and that at most 1")
+    if not 0 < made.maximal <= 1:
+        raise ValueError(f"{name}.maximal: must be above 0, and at most 1")
+    if made.guaranteed > made.maximal:
+        raise ValueError(f"{name}.guaranteed: must be at most maximal, which is {made.maximal:g}")
     if not LEAST_WEIGHT <= made.weight <= 1 / LEAST_WEIGHT:
         raise ValueError(f"{name}.weight: must be from {LEAST_WEIGHT:g} to {1 / LEAST_WEIGHT:g}")
     return made
@@ -285,7 +288,7 @@ def _one_or_more(schema: Mapping[str, Any], least: int) -> dict[str, Any]:
     return {"anyOf": [schema, {"type": "array", "items": schema, "minItems": least}]}
 
 
-_SECONDS = {"type": "number", "exclusiveMinimum": 0}
+_SECONDS = {"type": "number", "exclusiveMinimum": 0, "maximum": MAX_SECONDS}
 
 _SHARE = {
     "guaranteed": {"type": "number", "minimum": 0, "maximum": 1},

@@ -30,6 +30,7 @@ class Driver:
     """Drives a core: see the module's text. Belongs to the loop on which it is created.
 
     Attributes:
+        closing: nothing is stored any more, as the end does not wait for it.
         closed: nothing is begun any more.
         on_step: called with the time when a step has begun.
     """
@@ -49,7 +50,7 @@ class Driver:
         self.engine.begin()
         self._waiters: dict[asyncio.Future[bool], str | None] = {}
         """The waiting tasks' futures, each with the deferred request that it waits for, if any."""
-        self.closed = False
+        self.closing = self.closed = False
         self._going_on = False
         self._stepped = self._pumped = -math.inf
         self.on_step: Callable[[float], None] = lambda now: None
@@ -63,6 +64,16 @@ class Driver:
         self._home.check()
         if self.closed:
             raise KVStoreError("the store is closed")
+
+    def check_storing(self) -> None:
+        """Refuse to store, where `check` would refuse or a close has begun.
+
+        Raises:
+            KVStoreError: with the reason.
+        """
+        self.check()
+        if self.closing:
+            raise KVStoreError("the store is being closed")
 
     @property
     def fresh(self) -> bool:

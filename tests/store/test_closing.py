@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 
 import kvstore
+from kvstore.api import put
 from kvstore.api.store import Store
 from kvstore.core.core import Core
 from kvstore.errors import KVStoreError
@@ -143,6 +144,38 @@ async def test_calls_are_refused_as_soon_as_a_hasty_close_began(
             store.lookup_prefix(KEYS)
         gate.set()
         await closing
+
+
+@pytest.mark.parametrize("later", [False, True], ids=["copying", "begun later"])
+async def test_a_put_that_a_close_may_not_wait_for_says_so(
+    open_store: Open, monkeypatch: pytest.MonkeyPatch, later: bool
+) -> None:
+    begun, go_on, real = asyncio.Event(), asyncio.Event(), put.run_copy
+    gate = hold(monkeypatch, "write")
+
+    async def held(*arguments: Any) -> None:
+        begun.set()
+        await go_on.wait()
+        await real(*arguments)
+
+    async with open_store(rows=16, disk=32) as store:
+        others = keys_of("others", 4)
+        await store.put(others, payloads(others))
+        monkeypatch.setattr(put, "run_copy", held)
+        putting = [] if later else [asyncio.create_task(store.put(KEYS, payloads(KEYS)))]
+        if not later:
+            await begun.wait()
+        closing = asyncio.create_task(store.close())
+        await asyncio.sleep(0.01)
+        if later:
+            putting.append(asyncio.create_task(store.put(KEYS, payloads(KEYS))))
+        go_on.set()
+        with pytest.raises(KVStoreError, match="is being closed"):
+            await putting[0]
+        gate.set()
+        await closing
+    async with open_store(disk=32) as store:
+        assert store.contains_prefix(others) == 4
 
 
 async def stop_the_disk(store: Store, monkeypatch: pytest.MonkeyPatch) -> list[threading.Event]:

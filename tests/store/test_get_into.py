@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Executor, ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -81,13 +81,13 @@ async def test_when_it_is_cancelled_no_buffer_is_written_to_afterwards(
 ) -> None:
     begun, go_on, real = threading.Event(), threading.Event(), run_copy
 
-    async def slow(copy: Callable[[], None], size: int) -> None:
+    async def slow(copy: Callable[[], None], size: int, threads: Executor) -> None:
         def held() -> None:
             begun.set()
             go_on.wait(PATIENCE)
             copy()
 
-        await real(held, 2**30)
+        await real(held, 2**30, threads)
 
     async with open_store(rows=16) as store:
         await store.put(KEYS, payloads(KEYS))
@@ -106,11 +106,47 @@ async def test_when_it_is_cancelled_no_buffer_is_written_to_afterwards(
         assert busy(store) == 0
 
 
+async def test_copies_do_not_wait_for_what_else_the_loop_has_its_threads_for(
+    tmp_path: Path,
+) -> None:
+    size = 2**20
+    loop, go_on = asyncio.get_running_loop(), threading.Event()
+    executor = ThreadPoolExecutor(1)
+    loop.set_default_executor(executor)
+    try:
+        executor.submit(go_on.wait, PATIENCE)
+        async with kvstore.open(small(tmp_path, rows=8, disk=16, chunk_bytes=size)) as store:
+            assert await store.put(KEYS, payloads(KEYS, size), timeout=PATIENCE) == 4
+            targets = [bytearray(size) for _ in KEYS]
+            assert await store.get_into(KEYS, targets, timeout=PATIENCE) == 4
+        assert targets == payloads(KEYS, size)
+        assert not go_on.is_set()
+    finally:
+        go_on.set()
+        executor.shutdown()
+        loop.set_default_executor(ThreadPoolExecutor())
+
+
+@pytest.mark.parametrize("kind", ["one array twice", "an expanded tensor", "overlapping parts"])
+async def test_buffers_to_write_to_that_share_memory_are_refused(
+    open_store: Open, kind: str
+) -> None:
+    array, whole = np.zeros(CHUNK, np.uint8), bytearray(2 * CHUNK)
+    targets: dict[str, Any] = {
+        "one array twice": [array, array],
+        "an expanded tensor": torch.zeros(1, CHUNK, dtype=torch.uint8).expand(2, CHUNK),
+        "overlapping parts": [memoryview(whole)[:CHUNK], memoryview(whole)[100 : 100 + CHUNK]],
+    }
+    async with open_store(rows=16) as store:
+        await store.put(KEYS, payloads(KEYS))
+        with pytest.raises(KVStoreError, match="share memory"):
+            await store.get_into(KEYS[:2], targets[kind])
+
+
 @contextmanager
 def no_more_threads(monkeypatch: pytest.MonkeyPatch) -> Iterator[ThreadPoolExecutor]:
-    """The loop's executor has one thread, which is busy, and the system gives no other."""
+    """An executor has one thread, which is busy, and the system gives no other."""
     executor, go_on = ThreadPoolExecutor(2), threading.Event()
-    asyncio.get_running_loop().set_default_executor(executor)
     executor.submit(go_on.wait, PATIENCE)
 
     def start(thread: threading.Thread) -> None:
@@ -133,7 +169,7 @@ async def test_a_copy_for_which_no_thread_can_be_started_is_made_once(
         made += 1
 
     with no_more_threads(monkeypatch) as executor:
-        await run_copy(copy, 2**30)
+        await run_copy(copy, 2**30, executor)
         assert made == 1
     executor.shutdown()
     assert made == 1, "it is made again, into rows that others have by now"
@@ -148,7 +184,6 @@ async def test_a_store_for_which_no_thread_can_be_started_is_not_opened_later(
     with no_more_threads(monkeypatch) as executor, refused:
         await kvstore.open(config)
     executor.shutdown()
-    asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor())
     async with kvstore.open(config):
         pass
 
@@ -161,9 +196,9 @@ async def test_chunks_of_before_and_after_a_reset_do_not_make_one_prefix(
         assert await store.put(keys, payloads(keys), durable=True) == 32
         copied = 0
 
-        async def then_reset(copy: Callable[[], None], size: int) -> None:
+        async def then_reset(copy: Callable[[], None], size: int, threads: Executor) -> None:
             nonlocal copied
-            await run_copy(copy, size)
+            await run_copy(copy, size, threads)
             copied += 1
             if copied == 2:
                 monkeypatch.setattr(api, "run_copy", run_copy)

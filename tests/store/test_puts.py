@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import threading
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -42,6 +42,47 @@ def slow(monkeypatch: pytest.MonkeyPatch, method: str, seconds: float) -> None:
         return await real(self, *args)
 
     monkeypatch.setattr(DiskTier, method, slowed)
+
+
+# -- buffers ---------------------------------------------------------------------------------
+
+
+async def test_a_generator_that_fills_one_buffer_again_and_again_is_refused(
+    open_store: Open,
+) -> None:
+    keys, stage = keys_of("a", 3), bytearray(CHUNK)
+
+    def stages() -> Iterator[bytearray]:
+        for data in payloads(keys):
+            stage[:] = data
+            yield stage
+
+    async with open_store(rows=8) as store:
+        with pytest.raises(KVStoreError, match="the same memory"):
+            await store.put(keys, stages())
+        assert store.contains_prefix(keys) == 0
+        assert await store.put(keys, (bytearray(data) for data in payloads(keys))) == 3
+        assert await store.put(keys_of("zeros", 3), [bytes(CHUNK)] * 3) == 3
+        assert await contents(store, keys) == payloads(keys)
+
+
+async def test_no_more_buffers_are_taken_than_there_are_keys(open_store: Open) -> None:
+    asked = itertools.count()
+    async with open_store(rows=8) as store:
+        with pytest.raises(KVStoreError, match="2 keys but more buffers"):
+            await store.put(keys_of("a", 2), (bytearray(CHUNK) for _ in asked))
+    assert next(asked) == 3
+
+
+@pytest.mark.parametrize("times", [2, 12])
+async def test_of_a_key_that_stands_twice_the_first_buffer_counts(
+    open_store: Open, times: int
+) -> None:
+    keys = keys_of("a", 2) * times
+    given = [bytes([n]) * CHUNK for n in range(len(keys))]
+    async with open_store(rows=4) as store:
+        await store.put(keys, given)
+        assert await contents(store, keys[:2]) == given[:2]
 
 
 # -- flushing --------------------------------------------------------------------------------
@@ -291,6 +332,17 @@ async def test_a_turn_that_comes_to_one_who_is_cancelled_is_passed_on(open_store
         assert await asyncio.wait_for(third, PATIENCE)
         with pytest.raises(asyncio.CancelledError):
             await second
+
+
+async def test_who_does_not_wait_any_more_leaves_the_line() -> None:
+    turns = _Turns()
+    assert await turns.take(PATIENCE)
+    assert not await turns.take(0.0)
+    for _ in range(3):
+        assert not await turns.take(0.001)
+    await cancel(begun := asyncio.create_task(turns.take(TOO_LONG)))
+    assert begun.cancelled()
+    assert not turns._line
 
 
 async def test_two_puts_of_the_same_chunks_both_wait_for_them(

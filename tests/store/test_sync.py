@@ -593,6 +593,22 @@ def test_who_is_interrupted_while_it_waits_leaves_nothing_held(
         assert store._calls._left == set()
 
 
+def test_an_interrupt_at_the_end_of_windows_leaves_nothing_held(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with kvstore.open_sync(small(tmp_path)) as store:
+        store.put(KEYS, payloads(KEYS))
+
+        def interrupted(begin: Any) -> Any:
+            raise KeyboardInterrupt
+
+        with pytest.raises(KeyboardInterrupt), store.windows(KEYS, 2) as windows:
+            assert len(next(windows)) == 2
+            monkeypatch.setattr(windows._calls, "wait", interrupted)
+        monkeypatch.undo()
+        until(lambda: store.stats().busy_rows == 0)
+
+
 def test_an_interrupt_just_after_a_lease_has_begun_ends_it(
     open_sync: Open, monkeypatch: pytest.MonkeyPatch
 ) -> None:
