@@ -12,8 +12,8 @@ from kvstore.core.wait_queue import WaitQueue
 
 __all__ = ["MOST_KEYS", "Question", "Questions"]
 
-MOST_KEYS = 1024
-"""Most keys of one question."""
+MOST_KEYS = 256
+"""Most keys of one question: a request goes on with those that are answered."""
 
 MOST_AHEAD = 256
 """Most keys of a question that no request waits for; there is one at a time."""

@@ -13,6 +13,7 @@ from kvstore.core.chunk import READY, Chunk
 from kvstore.core.host import HostPool
 from kvstore.core.request import Request, Requests, RequestState
 from kvstore.core.residency.base import TierView
+from kvstore.core.residency.remote_answers import Answers
 from kvstore.core.step_budget import Budget
 from kvstore.core.usage import Chains
 from kvstore.core.wait_queue import WaitQueue
@@ -145,7 +146,7 @@ class Lookups:
         self._readable = [tier.entries for tier in tiers]
         # A store worth asking may have any key that is not known to be absent from it.
         self._stores = [store for tier in tiers if (store := tier.store) is not None]
-        self._absent: Sequence[Container[bytes]] = ()
+        self._asks: Sequence[Answers] = ()
         self._outpaced: list[TierView] = []
         # Requests that were looked up in this step.
         self._asked: list[Request] = []
@@ -169,7 +170,7 @@ class Lookups:
         self._now = now
         self._readable = [tier.entries for tier in self._tiers if tier.health.readable]
         self._outpaced = [tier for tier in self._tiers if tier.health.recompute.avoided]
-        self._absent = [store.answers.absent for store in self._stores if store.worth_asking]
+        self._asks = [store.answers for store in self._stores if store.worth_asking]
         self.pause()
         self._listed.clear()
         self._looked_up, self._asking_keys = 0, []
@@ -317,7 +318,7 @@ class Lookups:
                 if key in entries:
                     break
             else:
-                if self._absent and any(key not in absent for absent in self._absent):
+                if not all(answers.is_absent(key, self._now) for answers in self._asks):
                     return self._ask_again(key, request)
                 if self._outpaced:
                     self.outpaced += any(key in tier.entries for tier in self._outpaced)

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Sequence
+from collections.abc import AsyncIterator, Collection, Sequence
 from typing import Protocol, runtime_checkable
 
 __all__ = [
+    "MOST_UNREAD",
     "SHARED_EPOCH",
     "ListingClient",
     "StoreClient",
     "StoreError",
     "Unread",
     "epoch_of",
-    "in_waves",
 ]
 
 SHARED_EPOCH = "0"
@@ -22,8 +22,8 @@ PRIVATE_SECONDS = 7 * 86400.0
 """How long a value in the epoch of a single process is kept at least. No other process reads it,
 and its own may be gone."""
 
-FIRST_ASKED = 4
-"""Size of the first wave of `in_waves`."""
+MOST_UNREAD = 4
+"""So many values that cannot be read, and none in between that can: then the store is at fault."""
 
 
 class StoreError(Exception):
@@ -105,20 +105,3 @@ class ListingClient(StoreClient, Protocol):
 def epoch_of(name: str) -> str:
     """Return the epoch in the name of a value."""
     return name.rsplit("/", 2)[1]
-
-
-async def in_waves(
-    names: Sequence[str], most: int, ask: Callable[[Sequence[str]], Awaitable[list[bool]]]
-) -> list[bool]:
-    """Ask in waves which names have values, until a wave has none.
-
-    Args:
-        most: size of a wave after the first.
-    """
-    known: list[bool] = []
-    while len(known) < len(names):
-        found = await ask(names[len(known) :][: most if known else FIRST_ASKED])
-        known += found
-        if not any(found):
-            break
-    return known + [False] * (len(names) - len(known))

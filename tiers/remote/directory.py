@@ -20,13 +20,13 @@ from functools import partial
 from typing import Any, TypeVar
 
 from kvstore.errors import PathUnusableError
-from kvstore.tiers.remote.client import StoreError, Unread, in_waves
+from kvstore.tiers.remote.client import StoreError, Unread
 from kvstore.tiers.remote.loop import in_thread
 from kvstore.tiers.remote.mount import Mount
 from kvstore.tiers.remote.record import RECORD_BYTES
 from kvstore.tiers.remote.slices import copy
 
-__all__ = ["DirectoryClient"]
+__all__ = ["WAVE", "DirectoryClient"]
 
 _T = TypeVar("_T")
 
@@ -70,12 +70,7 @@ class DirectoryClient:
         self._left: set[asyncio.Future[Any]] = set()
 
     async def exists(self, names: Sequence[str]) -> list[bool]:
-        """Ask in waves, until one has no value."""
-
-        async def ask(wave: Sequence[str]) -> list[bool]:
-            return await self._each(wave, False, lambda folder, at, _: self._has(folder, at))
-
-        return await in_waves(names, WAVE, ask)
+        return await self._each(names, False, lambda folder, at, _: self._has(folder, at))
 
     async def put(
         self,

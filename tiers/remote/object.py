@@ -19,8 +19,8 @@ from urllib.parse import unquote, urlsplit
 
 from kvstore.tiers.disk.namespace import Namespace
 from kvstore.tiers.disk.trust import Trust
-from kvstore.tiers.remote.client import StoreClient, StoreError, Unread, in_waves
-from kvstore.tiers.remote.directory import DirectoryClient
+from kvstore.tiers.remote.client import MOST_UNREAD, StoreClient, StoreError, Unread
+from kvstore.tiers.remote.directory import WAVE, DirectoryClient
 from kvstore.tiers.remote.mount import Mount
 from kvstore.tiers.remote.record import RECORD_BYTES
 from kvstore.tiers.remote.slices import copy
@@ -29,7 +29,7 @@ from kvstore.types import TierPlace
 
 try:
     import obstore
-    from obstore.exceptions import BaseError, PermissionDeniedError
+    from obstore.exceptions import BaseError
     from obstore.store import from_url
 except ImportError:  # pragma: no cover
     obstore = None  # type: ignore[assignment]
@@ -55,9 +55,6 @@ _CREDENTIALS = {
     ),
 }
 """Variables that `obstore` reads: see https://docs.rs/object_store."""
-
-_REFUSED = re.compile(r"status(?: code)?:? 4(?!08|29)\d\d")
-"""What `obstore` says of an object that is not given: as one whose key is disabled."""
 
 CONNECTIONS = 32
 """Most requests under way at once."""
@@ -94,6 +91,8 @@ class ObjectTier(StoreTier):
     """
 
     name = "object"
+
+    asked_at_once = CONNECTIONS
 
     def __init__(
         self,
@@ -140,6 +139,7 @@ class ObjectTier(StoreTier):
         self._client_of: Callable[[], StoreClient]
         if parts.scheme == "file":
             mount = self._mounted(place, Trust(strict_modes))
+            self.asked_at_once = WAVE
             self._client_of = partial(DirectoryClient, mount, ages=capacity_bytes > 0)
         else:
             self._client_of = partial(_Client, self._made())
@@ -208,13 +208,8 @@ class _Client:
         self._removing = asyncio.Semaphore(REMOVALS)
 
     async def exists(self, names: Sequence[str]) -> list[bool]:
-        """Ask in waves, until one has no value: nothing after so large a gap is needed."""
-
-        async def ask(wave: Sequence[str]) -> list[bool]:
-            found = await self._together([self._size(name) for name in wave])
-            return [size is not None for size in found]
-
-        return await in_waves(names, CONNECTIONS, ask)
+        found = await self._together([self._size(name) for name in names])
+        return [size is not None for size in found]
 
     async def put(
         self,
@@ -245,13 +240,20 @@ class _Client:
     async def get(
         self, names: Sequence[str], payloads: Sequence[memoryview]
     ) -> list[bytes | str | None]:
+        read = unread = 0
+
         async def one(name: str, payload: memoryview) -> bytes | str | None:
-            size = RECORD_BYTES + len(payload)
+            nonlocal read, unread
             try:
-                return await ranges(name, payload, size)
-            except _RefusedError as error:
-                # This one cannot be read; the next write replaces it.
+                record = await ranges(name, payload, RECORD_BYTES + len(payload))
+            except StoreError as error:
+                # Perhaps this one alone, as one that is archived.
+                unread += 1
+                if unread >= MOST_UNREAD and not read:
+                    raise
                 return Unread(error)
+            read += 1
+            return record
 
         async def ranges(name: str, payload: memoryview, size: int) -> bytes | None:
             first = await self._range(name, 0, min(size, RANGE_BYTES))
@@ -323,17 +325,14 @@ class _Client:
             size, part = await self._call(read)
         except FileNotFoundError:
             return None
-        except StoreError as error:
+        except StoreError:
             # A shorter value has no such range, for which each store has its own error.
             size_now = await self._size(name)
             if size_now is None:
                 return None
-            if size_now <= start:
-                return size_now, memoryview(b"")
-            if isinstance(error.__cause__, PermissionDeniedError) or _REFUSED.search(str(error)):
-                # It is told how large the value is: others are given.
-                raise _RefusedError(str(error)) from error
-            raise
+            if size_now > start:
+                raise
+            return size_now, memoryview(b"")
         return size, part
 
     async def _call(
@@ -366,13 +365,8 @@ class _Client:
             first: BaseException = failed
             while isinstance(first, BaseExceptionGroup):
                 first = first.exceptions[0]
-            kind = _RefusedError if isinstance(first, _RefusedError) else StoreError
-            raise kind(str(first)) from None
+            raise StoreError(str(first)) from None
         return [task.result() for task in tasks]
-
-
-class _RefusedError(StoreError):
-    """The store answers, and does not give this value, as one that is archived."""
 
 
 def _summary(error: Exception) -> str:

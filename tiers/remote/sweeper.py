@@ -217,14 +217,15 @@ class Sweeper:
                     raise self._refused
             except StoreError as error:
                 # What cannot be removed now is found by the next sweep.
-                self._tell(f"the store cannot be swept ({error}): it may grow beyond its capacity")
+                risk = "what resets have left stays there"
+                if self._capacity is not None:
+                    risk = "it may grow beyond its capacity"
+                self._tell(f"the store cannot be swept ({error}): {risk}")
             else:
-                self._tell(complaint)
+                self._tell(None if self._capacity is None else complaint)
 
     def _tell(self, fault: str | None) -> None:
-        """Tell what is wrong with a store of a capacity; log it once, until nothing is."""
-        if self._capacity is None:
-            return
+        """Tell what is wrong with the sweeps; log it once, until nothing is."""
         if fault is not None and self._told_fault is None:
             logger.warning(
                 "%s: %s",

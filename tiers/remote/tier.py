@@ -28,7 +28,7 @@ from kvstore.tiers.coding import Coder
 from kvstore.tiers.disk.digest import digest
 from kvstore.tiers.disk.namespace import Namespace
 from kvstore.tiers.pinned import PinnedRegion
-from kvstore.tiers.remote.client import SHARED_EPOCH, StoreClient, StoreError, Unread
+from kvstore.tiers.remote.client import MOST_UNREAD, SHARED_EPOCH, StoreClient, StoreError, Unread
 from kvstore.tiers.remote.gate import Gate
 from kvstore.tiers.remote.loop import ClientLoop, two_at_once
 from kvstore.tiers.remote.record import RECORD_BYTES, decode, encode, seed_of
@@ -60,11 +60,11 @@ LONGEST_TIMEOUT = 86400.0
 QUESTIONS_AT_ONCE = 4
 """Most questions, and calls that remove values, under way at once."""
 
+FIRST_ASKED = 4
+"""Keys of the first wave of a question that takes several."""
+
 MOST_BAD = 2**14
 """Most keys that are remembered for their invalid values; the oldest are forgotten first."""
-
-MOST_UNREAD = 4
-"""So many values that cannot be read, and none in between that can: then the store is at fault."""
 
 BAD_LASTS = 600.0
 """Seconds for which a key with an invalid value counts as missing. Others may replace the value."""
@@ -99,6 +99,10 @@ class StoreTier(Tier):
     calls_at_once = 2
     """Most calls that read at once, and most that write. While the store moves one, the digests of
     another are computed."""
+
+    asked_at_once = MOST_CHUNKS
+    """Keys of one wave of a question: as many as the store answers in a moment. The others have
+    their own turn and timeout, and are not asked about after a wave of which it has none."""
 
     moves_have_deadlines = True
     """Whether calls that move payloads fail after `timeout_s`."""
@@ -166,24 +170,42 @@ class StoreTier(Tier):
         return f"store {self.address}, {self._place}{told}"
 
     async def holds(self, keys: Sequence[bytes]) -> Transfer:
-        if not keys:
-            return Transfer([])
-
-        async def ask() -> list[bool]:
-            self._recall_keyless()
-            found = await self._answer(
-                self._asking, lambda client: client.exists(self._names(keys))
-            )
-            now = time.monotonic()
-            return [
-                there and self._bad.get(key, -math.inf) + BAD_LASTS < now
-                for key, there in zip(keys, found, strict=True)
-            ]
-
         try:
-            return Transfer(await self._loop.run(ask()))
+            return await self._loop.run(self._ask(keys))
         except StoreError as fault:
             return Transfer([False] * len(keys), str(fault), range(len(keys)))
+
+    async def _ask(self, keys: Sequence[bytes]) -> Transfer:
+        """Ask in waves, until one has no value: nothing after so large a gap is needed."""
+        if self._keys is not None and self._keys.changes != self._keys_seen:
+            # Values may be valid that were encrypted with keys that were not known.
+            self._keys_seen = self._keys.changes
+            self._bad.clear()
+        names, order = self._names(keys), next(self._orders)
+        found: list[bool] = []
+        unread, error = range(0), None
+        size = len(names) if len(names) <= self.asked_at_once else FIRST_ASKED
+
+        def exist(client: StoreClient) -> Coroutine[Any, Any, list[bool]]:
+            return client.exists(names[len(found) : len(found) + size])
+
+        while len(found) < len(names):
+            try:
+                there = await self._answer(self._asking, exist, order)
+            except StoreError as fault:
+                # What was answered before counts.
+                unread, error = range(len(found), len(names)), str(fault)
+                break
+            found += there
+            if not any(there):
+                break
+            size = self.asked_at_once
+        now = time.monotonic()
+        ok = [
+            there and self._bad.get(key, -math.inf) + BAD_LASTS < now
+            for key, there in zip(keys, found, strict=False)
+        ]
+        return Transfer(ok + [False] * (len(names) - len(ok)), error, unread)
 
     async def read(
         self, keys: Sequence[bytes], slots: Sequence[int], rows: Sequence[int]
@@ -300,8 +322,6 @@ class StoreTier(Tier):
                 # One that could not be read is replaced when it is written, and tried once more.
                 once = type(record) is Unread and known is None
                 self._bad[key] = time.monotonic() - BAD_LASTS * once
-            if errors[-1] == NO_KEY:
-                self._keyless.add(key)
         if None in errors:
             self._unread.clear()
         elif len(self._unread) < MOST_UNREAD:
@@ -310,17 +330,7 @@ class StoreTier(Tier):
             raise StoreError(str(next(filter(None, errors))))
         for _ in range(len(self._bad) - MOST_BAD):
             del self._bad[next(iter(self._bad))]
-        if len(self._keyless) > MOST_BAD:
-            self._keyless.intersection_update(self._bad)
         return errors
-
-    def _recall_keyless(self) -> None:
-        """Ask again for values whose keys were not known, once the keys have changed."""
-        if self._keys is not None and self._keys.changes != self._keys_seen:
-            self._keys_seen = self._keys.changes
-            for key in self._keyless:
-                self._bad.pop(key, None)
-            self._keyless.clear()
 
     def _fault(self, key: bytes, record: bytes, payload: memoryview) -> str | None:
         """What is wrong with a payload that was read, or None; a sealed one is opened in place."""
@@ -374,9 +384,10 @@ class StoreTier(Tier):
             more = {"replace": True} if replace else {}
             return await client.put(names, records, payloads, **more)
 
-    async def _answer(self, gate: Gate, ask: _Call[_T]) -> _T:
+    async def _answer(self, gate: Gate, ask: _Call[_T], order: int | None = None) -> _T:
         """Make a call that moves no payloads."""
-        return await self._in_time(gate, next(self._orders), 0, self._timeout, ask)
+        order = next(self._orders) if order is None else order
+        return await self._in_time(gate, order, 0, self._timeout, ask)
 
     async def _in_turn(
         self, gate: Gate, order: int, payloads: Sequence[memoryview], move: _Call[_T]
@@ -436,6 +447,4 @@ class StoreTier(Tier):
         self._bad: dict[bytes, float] = {}
         # Keys, not many, whose values could not be read since one could be.
         self._unread: set[bytes] = set()
-        # Those of them whose values are encrypted with keys that were not known.
-        self._keyless: set[bytes] = set()
         self._keys_seen = 0 if self._keys is None else self._keys.changes

@@ -56,7 +56,7 @@ class AskedTier(Store):
         return self.health.readable and not self.clearing
 
     def unknown(self, key: bytes) -> bool:
-        return key not in self.entries and key not in self.answers.absent
+        return key not in self.entries and not self.answers.is_absent(key, self._now)
 
     def ask(self, keys: Sequence[bytes], now: float) -> Move:
         self.answers.ask(keys, now)

@@ -51,6 +51,10 @@ class Answers:
         self.absent: OrderedTable[bytes, float] = OrderedTable()
         self.asked: dict[bytes, float] = {}
 
+    def is_absent(self, key: bytes, now: float) -> bool:
+        """Whether the store does not have it, as of an answer that still counts."""
+        return self.absent.get(key, -math.inf) > now
+
     def ask(self, keys: Sequence[bytes], now: float) -> None:
         """Note that the store is being asked about these."""
         self.asked.update(dict.fromkeys(keys, now))

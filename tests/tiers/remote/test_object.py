@@ -14,8 +14,10 @@ import pytest
 from kvstore.testing.bench import TierBench, key_of
 from kvstore.testing.store import StoreContract
 from kvstore.tiers.base import Tier
+from kvstore.tiers.pinned import PinnedRegion
+from kvstore.tiers.remote.tier import StoreTier
 from kvstore.types import TierPlace
-from tests.patience import PATIENCE, until_async
+from tests.patience import PATIENCE, TOO_LONG, until_async
 from tests.tiers.remote.servers import (
     Azurite,
     CephGateway,
@@ -406,10 +408,79 @@ async def test_an_object_that_cannot_be_read_fails_alone(monkeypatch: pytest.Mon
     found = await client.get(names, [memoryview(one) for one in into])
     assert [found[0], found[2]] == [records[0], records[2]]
     assert said in str(found[1])
-    # What is not the value's own fault says nothing of it.
-    said = "storage class"
-    with pytest.raises(StoreError, match="storage class"):
-        await client.get(names, [memoryview(one) for one in into])
+    # Nor does one that fails otherwise, as in the middle, cost others.
+    said = "connection closed"
+    found = await client.get(names, [memoryview(one) for one in into])
+    assert [found[0], found[2]] == [records[0], records[2]]
+    assert isinstance(found[1], Unread)
+    # Whether the store itself is at fault is asked.
     away = True
     with pytest.raises(StoreError, match="nobody answers"):
-        await client.get(names, [memoryview(one) for one in into])
+        await client.exists(names)
+
+
+@pytest.mark.asyncio
+async def test_a_value_that_cannot_be_read_costs_no_other_and_four_are_the_stores_fault(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    class InMemory(ObjectTier):
+        def connect(self) -> Any:
+            return client
+
+    client = _Client(MemoryStore())
+    bench = TierBench(InMemory(PLACE, url="s3://bucket/p", region="us-east-1"), 16, 8192, 8000)
+    keys, rows = [key_of(n) for n in range(16)], list(range(16))
+    await bench.store(keys, [0] * 16)
+    real, bad = obstore.get_async, {keys[10].hex()}
+
+    async def get(store: Any, name: str, **more: Any) -> Any:
+        if name.rpartition("/")[2] in bad:
+            raise GenericError("error reading a body from connection")
+        return await real(store, name, **more)
+
+    monkeypatch.setattr(obstore, "get_async", get)
+    done = await bench.tier.read(keys, [0] * 16, rows)
+    assert done.ok == [n != 10 for n in range(16)]
+    assert list(done.unread) == []
+    # It is there; when it is written it is replaced.
+    assert (await bench.tier.holds(keys)).ok == [True] * 16
+    bad.update(key.hex() for key in keys)
+    done = await bench.tier.read(keys, [0] * 16, rows)
+    assert list(done.unread) == rows
+    bad.clear()
+    await bench.store(keys[10:11], [0])
+    assert (await bench.tier.read(keys, [0] * 16, rows)).ok == [True] * 16
+    await bench.close()
+
+
+@pytest.mark.asyncio
+async def test_each_wave_of_a_question_has_its_time_and_what_was_answered_counts() -> None:
+    waves: list[int] = []
+
+    class Slow:
+        async def exists(self, names: Sequence[str]) -> list[bool]:
+            waves.append(len(names))
+            await asyncio.sleep(0.1 if len(waves) <= 8 else TOO_LONG)
+            return [True] * len(names)
+
+        async def close(self) -> None:
+            return
+
+    class SlowTier(StoreTier):
+        address = "slow"
+        asked_at_once = 10
+
+        def connect(self) -> Any:
+            return Slow()
+
+    tier = SlowTier(PLACE, timeout_s=0.5)
+    tier.open(PinnedRegion.private(2, 8192))
+    try:
+        keys = [key_of(n) for n in range(100)]
+        done = await tier.holds(keys)
+        assert waves == [4, *[10] * 8], "all of them take longer than one may"
+        assert done.ok == [True] * 74 + [False] * 26
+        assert list(done.unread) == list(range(74, 100))
+        assert (await tier.holds(keys)).unread == range(100)
+    finally:
+        await tier.close([])
