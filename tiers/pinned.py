@@ -125,11 +125,18 @@ class PinnedRegion:
         timeout: float = 60.0,
         *,
         tail_bytes: int = 0,
+        place: int | None = None,
+        used_bytes: int | None = None,
     ) -> PinnedRegion:
         """Map memory that `mappers` processes of this user share under `name`.
 
         The first process creates it, and all touch its pages. There is never more than one
         region, even if processes start at the same time and some are killed.
+
+        Args:
+            place: this process's number among the `mappers`, which no other may have; by default
+                any that is free.
+            used_bytes: bytes of a row that all of them use; others are refused.
 
         Raises:
             ConfigError: if the machine does not have enough memory, or the region
@@ -151,7 +158,8 @@ class PinnedRegion:
 
         # The claim lasts until the pages are allocated; later processes find them or help.
         with contextlib.ExitStack() as claim:
-            rendezvous = Rendezvous(name, (rows, shape.stride), mappers)
+            used = () if used_bytes is None else (used_bytes,)
+            rendezvous = Rendezvous(name, (rows, shape.stride, *used), mappers, place)
             fd = rendezvous.meet(make, timeout)
             try:
                 memory = mmap.mmap(fd, size)

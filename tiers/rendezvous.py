@@ -30,6 +30,9 @@ from kvstore.errors import ConfigError, PathUnusableError
 __all__ = ["OtherShapeError", "Rendezvous", "is_complete", "stem_of"]
 
 PAUSE_SECONDS = 0.005
+TAKEN_SECONDS = 3.0
+"""How long another process may have the place of this one."""
+
 GRACE_SECONDS = 1.0
 """How long a host may be without the memory, because it is about to end."""
 
@@ -45,6 +48,10 @@ class OtherShapeError(ConfigError):
     """The other processes use another number or size of rows."""
 
 
+class _TakenError(Exception):
+    """Another process has this one's place."""
+
+
 class _ElsewhereError(Exception):
     """No region can be joined or created under this name: try the next."""
 
@@ -54,15 +61,23 @@ class Rendezvous:
 
     Keep it as long as the memory, then close it.
 
+    Args:
+        shape: rows, bytes of a row, and whatever else must be the same for all of them.
+        place: number of this process among the `mappers`, from 0; by default the first free one.
+
     Attributes:
-        place: number of this process among the `mappers`, from 0, once `meet` has returned.
+        place: that number, once `meet` has returned.
     """
 
-    def __init__(self, name: str, shape: tuple[int, int], mappers: int) -> None:
+    def __init__(
+        self, name: str, shape: tuple[int, ...], mappers: int, place: int | None = None
+    ) -> None:
         self._name = name
         self._stem = stem_of(name)
-        self._shape = f"{shape[0]}x{shape[1]}"
+        self._shape = "x".join(map(str, shape))
         self._mappers = mappers
+        self._assigned = place is not None
+        self._places = range(mappers) if place is None else [place]
         self.place = 0
         self._host: socket.socket | None = None
         self._lacking_since: float | None = None
@@ -74,9 +89,11 @@ class Rendezvous:
 
         Raises:
             OtherShapeError: if the others use another shape.
+            ConfigError: if another process keeps the place of this one.
             PathUnusableError: if the memory was not found within `timeout` seconds.
         """
-        deadline = time.monotonic() + timeout
+        begun = time.monotonic()
+        deadline = begun + timeout
         number = 0
         while True:
             try:
@@ -86,6 +103,14 @@ class Rendezvous:
                 if fd is not None:
                     self._count_in(fd)
                     return fd
+            except _TakenError:
+                # Of an earlier start, it may be about to end.
+                if time.monotonic() > begun + TAKEN_SECONDS:
+                    raise ConfigError(
+                        f"shared memory {self._name!r}: another process has the place "
+                        f"{self._places[0]} (rank) of this one: give each worker of a server its "
+                        "own"
+                    ) from None
             except _ElsewhereError:
                 number += 1
                 if time.monotonic() <= deadline:
@@ -214,18 +239,19 @@ class Rendezvous:
         if shape != self._shape:
             os.close(fd)
             raise OtherShapeError(
-                f"shared memory {self._name!r} has the shape (rows x bytes) {shape}, not "
-                f"{self._shape}: "
-                "all processes of one server must use the same sizes"
+                f"shared memory {self._name!r} has the shape (rows x bytes of a row x bytes in "
+                f"use) {shape}, not {self._shape}: all processes of one server must use the same "
+                "sizes"
             )
         return fd
 
     def _count_in(self, fd: int) -> None:
         """Take a place among the processes; the last one seals the memory.
 
+
         A place is a lock on one byte, which ends with the process that holds it.
         """
-        for place in range(self._mappers):
+        for place in self._places:
             with contextlib.suppress(BlockingIOError, PermissionError):
                 fcntl.fcntl(fd, fcntl.F_OFD_SETLK, _lock(place))
                 self.place = place
@@ -233,7 +259,7 @@ class Rendezvous:
         else:
             self.close()
             os.close(fd)
-            raise _ElsewhereError
+            raise _TakenError if self._assigned else _ElsewhereError
         if all(_is_taken(fd, other) for other in range(self._mappers) if other != place):
             fcntl.fcntl(fd, fcntl.F_ADD_SEALS, _COMPLETE)
 

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from kvstore.connector.mediums import DeviceLoadStoreSpec, HostLoadStoreSpec, LoadStoreSpec
+from kvstore.errors import KVStoreError
 from kvstore.types import about
 
 if TYPE_CHECKING:
@@ -27,6 +28,10 @@ TransferSpec = tuple[LoadStoreSpec, LoadStoreSpec]
 
 def _nothing() -> None:
     """Do nothing."""
+
+
+def _yes() -> bool:
+    return True
 
 
 def _refuse(job_id: int, source: LoadStoreSpec, target: LoadStoreSpec) -> bool:
@@ -61,7 +66,29 @@ class OffloadingHandler(ABC):
 
     Guarantees that each job that was taken is reported once, in the order in which they were taken,
     and that a failed copy raises nothing: its job is reported without success.
+
+    Args:
+        release: called at shutdown, once host memory is no longer used here.
+        joined: whether all processes of the server have this host memory. They do when the first
+            transfer comes, unless this worker was started again alone: it has other memory.
     """
+
+    def __init__(
+        self, release: Callable[[], None] = _nothing, joined: Callable[[], bool] = _yes
+    ) -> None:
+        self._release = release
+        self._joined = joined
+
+    def _check(self) -> None:
+        """
+        Raises:
+            KVStoreError: if the scheduler has other host memory.
+        """
+        if not self._joined():
+            raise KVStoreError(
+                "this worker does not share the host memory of its scheduler, as it was started "
+                "after it: start the whole server again"
+            )
 
     @abstractmethod
     def transfer_async(self, job_id: int, spec: TransferSpec) -> bool:
@@ -84,13 +111,14 @@ class HostHandler(OffloadingHandler):
     Serves both directions.
     """
 
-    def __init__(self, copies: HostCopies, release: Callable[[], None] = _nothing) -> None:
-        """
-        Args:
-            release: called at shutdown, once host memory is no longer used here.
-        """
+    def __init__(
+        self,
+        copies: HostCopies,
+        release: Callable[[], None] = _nothing,
+        joined: Callable[[], bool] = _yes,
+    ) -> None:
+        super().__init__(release, joined)
         self._copies: HostCopies | None = copies
-        self._release = release
         self._done: list[TransferResult] = []
 
     def transfer_async(self, job_id: int, spec: TransferSpec) -> bool:
@@ -100,6 +128,7 @@ class HostHandler(OffloadingHandler):
             return False
         started = time.perf_counter()
         try:
+            self._check()
             if isinstance(source, DeviceLoadStoreSpec) and isinstance(target, HostLoadStoreSpec):
                 moved = copies.store(source, target)
             elif isinstance(source, HostLoadStoreSpec) and isinstance(target, DeviceLoadStoreSpec):
@@ -131,15 +160,19 @@ class CudaHandler(OffloadingHandler):
     """
 
     def __init__(
-        self, copies: CudaCopies, *, store: bool, release: Callable[[], None] = _nothing
+        self,
+        copies: CudaCopies,
+        *,
+        store: bool,
+        release: Callable[[], None] = _nothing,
+        joined: Callable[[], bool] = _yes,
     ) -> None:
         """
         Args:
             store: True to copy from the device to rows, False for the other direction.
-            release: see `HostHandler`.
         """
+        super().__init__(release, joined)
         self._copies: CudaCopies | None = copies
-        self._release = release
         self._store = store
         self._queue: deque[tuple[int, Ticket | None]] = deque()
         """Jobs in order; None for a job that could not begin."""
@@ -156,6 +189,7 @@ class CudaHandler(OffloadingHandler):
                 device, DeviceLoadStoreSpec
             ):
                 return _refuse(job_id, source, target)
+            self._check()
             ticket = copies.store(device, host) if self._store else copies.load(host, device)
         except Exception:
             logger.exception(

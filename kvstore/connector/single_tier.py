@@ -79,7 +79,8 @@ class PolicyManager(OffloadingManager):
 
     def touch(self, keys: Iterable[bytes], req_context: RequestContext | None = None) -> None:
         # Tail first, so that a chain is evicted from its end.
-        for key in reversed([key for key in keys if key in self._blocks]):
+        held = [key for key in keys if key in self._blocks]
+        for key in reversed(_in_prompt_order(held, req_context)):
             self._policy.touch(key)
 
     # -- load and store ------------------------------------------------------------------
@@ -94,7 +95,7 @@ class PolicyManager(OffloadingManager):
         blocks = [self._blocks[key] for key in keys]
         for block in blocks:
             block.ref_cnt += 1
-        self.touch(keys)
+        self.touch(keys, req_context)
         return self._backend.get_load_store_spec(keys, blocks)
 
     def complete_load(
@@ -118,10 +119,13 @@ class PolicyManager(OffloadingManager):
         room, evicted = self._make_room(new, storing.keys())
         if new and not room:
             return None
-        new = new[:room]
+        # With several KV cache groups the keys are given group by group.
+        ordered = _in_prompt_order(new, req_context)[:room]
+        kept = set(ordered)
+        new = [key for key in new if key in kept]
         blocks = self._backend.allocate_blocks(new)
         self._blocks.update(zip(new, blocks, strict=True))
-        for key in reversed(new):
+        for key in reversed(ordered):
             self._policy.insert(key)
         return PrepareStoreOutput(new, self._backend.get_load_store_spec(new, blocks), evicted)
 
@@ -208,3 +212,9 @@ class PolicyManager(OffloadingManager):
         if keys and self._events is not None:
             backend = self._backend
             self._events.append(OffloadingEvent(keys, backend.block_size, backend.medium, removed))
+
+
+def _in_prompt_order(keys: list[bytes], req_context: RequestContext | None) -> list[bytes]:
+    """Order keys of a request by where they end, if it says that."""
+    position = getattr(req_context, "position", None)
+    return keys if position is None else sorted(keys, key=position)

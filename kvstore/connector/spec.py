@@ -175,9 +175,12 @@ class KVStoreSpec(OffloadingSpec):
         checked = Config.from_mapping(self.extra_config, ignore=CONNECTOR_KEYS)
         identity = checked.given_identity
         groups = [
-            (list(group.layer_names), int(group.kv_cache_spec.page_size_bytes))
+            (_layers(group), _positive("page_size_bytes", group.kv_cache_spec.page_size_bytes))
             for group in kv_cache_config.kv_cache_groups
         ]
+        every = [layer for layers, _ in groups for layer in layers]
+        if twice := {layer for layer in every if every.count(layer) > 1}:
+            raise ConfigError(f"layer {min(twice)} is named twice by the KV cache groups")
         block_bytes = max(len(layers) * page for layers, page in groups)
         self._part_bytes = self.block_size_factor * _positive("bytes of a block", block_bytes)
         self.chunk_bytes = self.num_workers * self._part_bytes
@@ -244,7 +247,8 @@ class KVStoreSpec(OffloadingSpec):
         try:
             if devices == {"cpu"}:
                 copies = HostCopies(groups, rows, self.block_size_factor)
-                handler = HostHandler(copies, lambda: self._release(region))
+                release, joined = (lambda: self._release(region)), (lambda: region.complete)
+                handler = HostHandler(copies, release, joined)
                 return _both_ways(handler, handler)
             region.register_with_cuda()
             on_device = CudaCopies(groups, rows, self.block_size_factor)
@@ -253,8 +257,8 @@ class KVStoreSpec(OffloadingSpec):
             raise
         last = _at_last(2, lambda: self._release(region))
         return _both_ways(
-            CudaHandler(on_device, store=True, release=last),
-            CudaHandler(on_device, store=False, release=last),
+            CudaHandler(on_device, store=True, release=last, joined=lambda: region.complete),
+            CudaHandler(on_device, store=False, release=last, joined=lambda: region.complete),
         )
 
     def _tables(
@@ -274,19 +278,31 @@ class KVStoreSpec(OffloadingSpec):
                 pages = pages_of(kv_caches[layer], dim)
                 page_bytes = int(group.kv_cache_spec.page_size_bytes)
                 try:
-                    tables += whole_blocks(pages, page_bytes, blocks)
+                    its = whole_blocks(pages, page_bytes, blocks)
                 except ConfigError as error:
                     raise ConfigError(f"layer {layer}: {error}") from error
+                if tables and its[0].count != tables[0].count:
+                    raise ConfigError(
+                        f"layer {layer} has {its[0].count} blocks, others of its KV cache group "
+                        f"have {tables[0].count}"
+                    )
+                tables += its
             groups.append(tables)
         return groups
 
     def _region(self, *, scheduler: bool) -> PinnedRegion:
         """Return host memory, shared if workers are processes of their own."""
         shape = rows_for(self.store_config, self.chunk_bytes)
+        if shape.rows < (groups := len(self.device_block_size)):
+            raise ConfigError(
+                f"cpu_bytes_to_use = {self.store_config.cpu_bytes_to_use}: must hold at least one "
+                f"chunk of each of the {groups} KV cache groups, {groups * shape.stride} bytes"
+            )
         if self._rank is None:
             return private_region(self._server, shape, scheduler=scheduler)
         meet = join_region if scheduler else share_region
-        return meet(self._server, self.num_workers, shape)
+        rank = self.num_workers if scheduler else self._rank
+        return meet(self._server, self.num_workers, shape, rank, self.chunk_bytes)
 
     def _release(self, region: PinnedRegion) -> None:
         release_region(self._server, region)
@@ -312,6 +328,12 @@ def _at_last(calls: int, act: Callable[[], None]) -> Callable[[], None]:
     return called
 
 
+def _layers(group: KVCacheGroupLike) -> list[str]:
+    if isinstance(group.layer_names, str):
+        raise ConfigError(f"layer_names = {group.layer_names!r}: must be a list of names")
+    return list(group.layer_names)
+
+
 def _positive(name: str, value: object) -> int:
     if isinstance(value, str) and value.strip().isdecimal():
         value = int(value)
@@ -331,9 +353,10 @@ def _place(config: ServerConfigLike, workers: int) -> tuple[str, int | None]:
             f"engine_id = {name!r}: must be the name of the server, by which {workers} workers in "
             "processes of their own find each other"
         )
-    if not 0 <= parallel.rank < workers:
-        raise ConfigError(f"rank = {parallel.rank!r}: must be from 0 to {workers - 1}")
-    return name, int(parallel.rank)
+    rank = parallel.rank
+    if not isinstance(rank, int) or isinstance(rank, bool) or not 0 <= rank < workers:
+        raise ConfigError(f"rank = {rank!r}: must be a whole number from 0 to {workers - 1}")
+    return name, rank
 
 
 def _block_dim(backend: Any, layer: str) -> int:

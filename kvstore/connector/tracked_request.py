@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from kvstore.connector.contract import ReqContext
@@ -191,7 +191,7 @@ class TrackedRequest:
         envelope = getattr(request, "kv_hints", None)
         headers = getattr(request, "trace_headers", None)
         self.context = ReqContext(request.request_id, position, params, envelope, headers)
-        remote = bool(params and params.get("do_remote_decode"))
+        remote = isinstance(params, Mapping) and bool(params.get("do_remote_decode"))
         self._offers_all = remote or read_hints(params, envelope)[0].at_end
         self.computed = 0
         self.jobs: set[int] = set()

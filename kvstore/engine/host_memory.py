@@ -59,30 +59,54 @@ def private_region(server: str, shape: RegionShape, *, scheduler: bool = False) 
         return held.region
 
 
-def share_region(server: str, workers: int, shape: RegionShape) -> PinnedRegion:
+def share_region(
+    server: str,
+    workers: int,
+    shape: RegionShape,
+    rank: int | None = None,
+    used_bytes: int | None = None,
+) -> PinnedRegion:
     """Return a worker's view of the memory shared by `workers` processes and the scheduler's.
+
+    Args:
+        rank: this worker's among them; either all processes have one, or none. That of the
+            scheduler is `workers`.
+        used_bytes: bytes of a row that are used by all of them together.
 
     Raises:
         KVStoreError: as `PinnedRegion.shared`.
     """
     return PinnedRegion.shared(
-        server, shape.rows, shape.row_bytes, workers + 1, tail_bytes=shape.tail_bytes
+        server,
+        shape.rows,
+        shape.row_bytes,
+        workers + 1,
+        tail_bytes=shape.tail_bytes,
+        place=rank,
+        used_bytes=used_bytes,
     )
 
 
-def join_region(server: str, workers: int, shape: RegionShape) -> PinnedRegion:
+def join_region(
+    server: str,
+    workers: int,
+    shape: RegionShape,
+    rank: int | None = None,
+    used_bytes: int | None = None,
+) -> PinnedRegion:
     """Return the scheduler's view of the shared memory, which all workers must have by then.
 
     Raises:
         KVStoreError: as `share_region`; if workers are missing.
     """
-    region = share_region(server, workers, shape)
+    region = share_region(server, workers, shape, rank, used_bytes)
     if not region.complete:
         region.close()
         raise KVStoreError(
             f"not all {workers} workers share this process's memory; kvstore needs the "
-            "scheduler and its workers on one machine, the workers started before the scheduler, "
-            f"and no other server of that machine with the name (engine_id) {server!r}"
+            "scheduler and its workers on one machine, each worker with a rank of its own, the "
+            "workers started before the scheduler, and no other server of that machine with the "
+            f"name (engine_id) {server!r}"
         )
     return region
 

@@ -6,6 +6,7 @@ import multiprocessing
 import uuid
 from collections.abc import Iterator
 from multiprocessing.connection import Connection
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,10 @@ from kvstore.connector.server import (  # noqa: E402
 )
 from kvstore.connector.spec import KVStoreSpec  # noqa: E402
 from kvstore.connector.worker import ConnectorWorker  # noqa: E402
+from kvstore.engine.host_memory import share_region  # noqa: E402
 from kvstore.errors import ConfigError, KVStoreError  # noqa: E402
+from kvstore.tiers.pinned import RegionShape  # noqa: E402
+from kvstore.tiers.rendezvous import OtherShapeError  # noqa: E402
 from tests.connector.scheduling import TOKENS, Request, Server  # noqa: E402
 from tests.patience import PATIENCE  # noqa: E402
 
@@ -67,18 +71,24 @@ class Workers:
     """The workers' processes."""
 
     def __init__(self, server: str, folder: Path | None) -> None:
-        context = multiprocessing.get_context("spawn")
+        self._where = server, folder
         self.pipes: list[Connection] = []
-        self.processes = []
+        self.processes: list[BaseProcess] = []
         for rank in range(WORKERS):
-            ours, theirs = context.Pipe()
-            process = context.Process(target=work, args=(theirs, server, rank, folder))
-            process.start()
-            theirs.close()
-            self.pipes.append(ours)
-            self.processes.append(process)
+            self.start(rank)
         for pipe in self.pipes:
             assert pipe.recv() == "ready"
+
+    def start(self, rank: int) -> None:
+        """Start a worker, in the place of the one of its rank."""
+        server, folder = self._where
+        context = multiprocessing.get_context("spawn")
+        ours, theirs = context.Pipe()
+        process = context.Process(target=work, args=(theirs, server, rank, folder))
+        process.start()
+        theirs.close()
+        self.pipes[rank : rank + 1] = [ours]
+        self.processes[rank : rank + 1] = [process]
 
     def do(self, meta: ConnectorMetadata) -> ConnectorOutput:
         for pipe in self.pipes:
@@ -145,8 +155,60 @@ def test_a_scheduler_that_comes_before_its_workers_is_told_so() -> None:
 
 
 @pytest.mark.parametrize(
-    ("server", "rank", "message"), [(None, 0, "engine_id = None"), ("s", 2, "rank = 2")]
+    ("server", "rank", "message"),
+    [(None, 0, "engine_id = None"), ("s", 2, "rank = 2"), ("s", "1", "rank = '1'")],
 )
-def test_workers_without_a_place_are_refused(server: str | None, rank: int, message: str) -> None:
+def test_workers_without_a_place_are_refused(server: str | None, rank: Any, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         spec_of(server, rank)
+
+
+def test_a_second_worker_of_one_rank_is_not_taken_for_the_other(tmp_path: Path) -> None:
+    shape = RegionShape(8, 4096, 0)
+    region = share_region(tmp_path.name, WORKERS, shape, 0, 3000)
+    try:
+        with pytest.raises(ConfigError, match=r"the place 0 \(rank\) of this one"):
+            share_region(tmp_path.name, WORKERS, shape, 0, 3000)
+        others = [share_region(tmp_path.name, WORKERS, shape, rank, 3000) for rank in (1, 2)]
+        assert region.complete
+        for other in others:
+            other.close()
+    finally:
+        region.close()
+
+
+def test_what_a_worker_that_was_started_again_alone_copies_is_told_as_failed(
+    tmp_path: Path,
+) -> None:
+    some = Workers(tmp_path.name, None)
+    scheduler = ConnectorScheduler(spec_of(tmp_path.name))
+    try:
+        server = Server(scheduler)
+        first, second = Request("a", PROMPT), Request("b", PROMPT)
+        for block in range(6):
+            some.fill(1 + block, 10, 20)
+        assert server.find(first) == 0
+        some.do(server.step({first: len(PROMPT)}, new={first: [range(1, 7)]}))
+        scheduler.update_connector_output(some.do(server.step()))
+        some.processes[1].kill()
+        some.processes[1].join(PATIENCE)
+        some.start(1)
+        assert some.pipes[1].recv() == "ready"
+        server.load(second, server.find(second), range(11, 17))
+        ended = scheduler.update_connector_output(some.do(server.step()))
+        assert (ended.loaded, ended.failed) == ([], ["b"])
+    finally:
+        some.end()
+        scheduler.shutdown()
+
+
+def test_workers_of_other_sizes_are_refused_though_their_rows_are_as_large(
+    tmp_path: Path,
+) -> None:
+    shape = RegionShape(8, 4096, 0)
+    region = share_region(tmp_path.name, WORKERS, shape, 0, 3000)
+    try:
+        with pytest.raises(OtherShapeError, match="8x4096x3000, not 8x4096x2000"):
+            share_region(tmp_path.name, WORKERS, shape, 1, 2000)
+    finally:
+        region.close()

@@ -39,6 +39,29 @@ def test_less_than_a_chunk_is_nothing() -> None:
     assert server.find(Request("u", PROMPT[:11])) == 0
 
 
+@pytest.mark.parametrize("other", [10, 16, 20])
+def test_of_several_groups_the_end_of_the_prompt_leaves_first_in_each(other: int) -> None:
+    server = Server(open_scheduler(None, None, rows=40))
+    prompt = list(range(20 * TOKENS))
+    server.store(prompt, range(1, 21), range(31, 51), name="a")
+    half = other // 2
+    server.store([200 + n for n in range(half * TOKENS)], range(1, 1 + half), range(31, 31 + half))
+    assert server.find(Request("y", prompt)) == (20 - half) * TOKENS
+
+
+def test_of_several_groups_the_head_of_the_prompt_is_stored_in_each() -> None:
+    server = Server(open_scheduler(None, None, rows=24))
+    prompt = list(range(20 * TOKENS))
+    server.store(prompt, range(1, 21), range(31, 51))
+    assert server.find(Request("y", prompt)) == 12 * TOKENS
+
+
+@pytest.mark.parametrize("params", [["x"], "abc", 5])
+def test_parameters_of_a_request_that_are_no_table_do_no_harm(params: Any) -> None:
+    server = Server(open_scheduler())
+    assert server.find(Request("r", PROMPT, kv_transfer_params=params)) == 0
+
+
 def test_who_can_share_blocks_waits_for_what_another_request_loads() -> None:
     server = Server(open_scheduler())
     server.store(PROMPT, range(1, 7))

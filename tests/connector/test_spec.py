@@ -288,6 +288,10 @@ def test_tensors_that_do_not_fit_are_refused_by_name() -> None:
     with pytest.raises(ConfigError, match="on cpu, meta: must be in host memory or on CUDA"):
         spec.get_handlers(elsewhere)
 
+    fewer = {**layers, "layer-0-2": layers["layer-0-2"][:3]}
+    with pytest.raises(ConfigError, match="layer layer-0-2 has 3 blocks, others .* have 4"):
+        spec.get_handlers(fewer)
+
     class Odd:
         @staticmethod
         def get_kv_cache_shape(*_: int) -> tuple[int, ...]:
@@ -295,6 +299,23 @@ def test_tensors_that_do_not_fit_are_refused_by_name() -> None:
 
     with pytest.raises(ConfigError, match="no dimension counts them"):
         spec.get_handlers(layers, {"layer-0-1": Odd})
+
+
+def test_groups_that_do_not_fit_are_refused_by_name() -> None:
+    config = ServerConfig.of(16, {"cpu_bytes_to_use": 4096})
+    groups = groups_of(16, 16, page=4096)
+    with pytest.raises(ConfigError, match="one chunk of each of the 2 KV cache groups, 8192 bytes"):
+        KVStoreSpec(config, groups).get_manager()
+    first, second = groups.kv_cache_groups
+    for layers, message in (
+        (first.layer_names, "is named twice"),
+        ("layer", "layer_names = 'layer': must be a list"),
+    ):
+        twice = KVCacheConfig([first, KVCacheGroup(layers, second.kv_cache_spec)])  # type: ignore[arg-type]
+        with pytest.raises(ConfigError, match=message):
+            KVStoreSpec(config, twice)
+    with pytest.raises(ConfigError, match=r"page_size_bytes = 10\.7"):
+        KVStoreSpec(config, KVCacheConfig([KVCacheGroup(["a"], KVCacheSpec(16, 10.7))]))  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("apart", [False, True], ids=["whole", "keys before values"])
