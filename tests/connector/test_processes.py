@@ -194,7 +194,8 @@ def test_what_a_worker_that_was_started_again_alone_copies_is_told_as_failed(
         some.processes[1].join(PATIENCE)
         some.start(1)
         assert some.pipes[1].recv() == "ready"
-        server.load(second, server.find(second), range(11, 17))
+        assert server.find(second) == len(PROMPT)
+        server.load(second, len(PROMPT), range(11, 17))
         ended = scheduler.update_connector_output(some.do(server.step()))
         assert (ended.loaded, ended.failed) == ([], ["b"])
     finally:

@@ -311,7 +311,7 @@ def test_groups_that_do_not_fit_are_refused_by_name() -> None:
         (first.layer_names, "is named twice"),
         ("layer", "layer_names = 'layer': must be a list"),
     ):
-        twice = KVCacheConfig([first, KVCacheGroup(layers, second.kv_cache_spec)])  # type: ignore[arg-type]
+        twice = KVCacheConfig([first, KVCacheGroup(layers, second.kv_cache_spec)])
         with pytest.raises(ConfigError, match=message):
             KVStoreSpec(config, twice)
     with pytest.raises(ConfigError, match=r"page_size_bytes = 10\.7"):
