@@ -212,11 +212,8 @@ class KVStoreTier(SecondaryTierManager):
         vllm_config = None if engine is None else engine.vllm_config
         check_engine_with_tiers(vllm_config)
         check_recurrent(spec.config, engine, tiers=True)
-        identity = {
-            **layout.identity,
-            **told.naming.engine_identity(spec.config, engine, config.identity or {}),
-            **(config.identity or {}),
-        }
+        given = config.identity or {}
+        identity = told.naming.whole(layout.identity, spec.config, engine, given)
         for line in siblings(identity, config.tiers[0].paths):
             logger.info("kvstore: not used: %s", line, extra=about("store.not_used", reason=line))
         label = str(spec.config.model.name).rstrip("/").rsplit("/", 1)[-1]

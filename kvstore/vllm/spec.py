@@ -129,11 +129,10 @@ class KVStoreOffloadingSpec(OffloadingSpec):
         for key in ("disk_codec", "store_codec"):
             if (path := getattr(self.store_config, key)) is not None:
                 check_codec(key, read_gate(path), self.engine)
-        self.identity = {
-            **self.layout.identity,
-            **self._engine_identity(),
-            **(self.store_config.identity or {}),
-        }
+        if self.store_config.tiers:
+            # Without them nothing outlives the process.
+            given = self.store_config.identity or {}
+            self.identity = self._naming.whole(self.identity, self.config, self.engine, given)
         cache = getattr(vllm_config, "cache_config", None)
         if self.store_config.tiers and cache is not None:
             algorithm = str(cache.prefix_caching_hash_algo)
@@ -171,13 +170,6 @@ class KVStoreOffloadingSpec(OffloadingSpec):
             sum(tier.capacity_bytes for tier in tiers if isinstance(tier, DiskConfig)),
             extra=about("server.data_parallel", engine=parallel.data_parallel_index),
         )
-
-    def _engine_identity(self) -> dict[str, Any]:
-        if not self.store_config.tiers:
-            # Nothing outlives the process.
-            return {}
-        given = self.store_config.identity or {}
-        return self._naming.engine_identity(self.config, self.engine, given)
 
     def get_worker(self, kv_caches: CanonicalKVCaches) -> OffloadingWorker:
         if self._worker is None:

@@ -16,6 +16,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
+from vllm.model_executor.layers.linear import LinearBase
 
 from kvstore.types import about
 
@@ -26,8 +27,18 @@ logger = logging.getLogger("kvstore")
 PIECE = 2**19
 """Words of 8 bytes that are summed up at once: memory of the device is scarce."""
 
+PROBED = 256
+"""Rows of a packed weight that are read at once."""
+
+PROBE_S = 15.0
+"""So long packed weights may take to be read; then they are unknown."""
+
 PATIENCE_S = 60.0
 """So long digests may take that the scheduler has ordered; then the weights are unknown."""
+
+
+class WeightsUnreadableError(Exception):
+    """Nobody can tell whether weights in memory have changed."""
 
 
 class LiveWeights:
@@ -99,15 +110,20 @@ class LiveWeights:
 
 
 def digest_of_worker(worker: Any) -> str:
-    """A digest of all weights of a worker; each of them, and the place of each word, counts."""
+    """A digest of all weights of a worker; each of them, and the place of each word, counts.
+
+    Raises:
+        WeightsUnreadableError: if some are where they cannot be read, or not soon enough.
+    """
     runner = worker.model_runner
     # A model that drafts tokens has KV of its own.
     models = [runner.get_model(), getattr(runner, "get_draft_model", lambda: None)()]
     digest = hashlib.sha256()
     sums: dict[torch.device, list[torch.Tensor]] = {}
     factors: dict[torch.device, torch.Tensor] = {}
+    until = time.monotonic() + PROBE_S
     for number, model in enumerate(models):
-        for name, tensor in _tensors(model):
+        for name, tensor in _tensors(model, until):
             shape = f"{tensor.dtype} {tuple(tensor.shape)} {tensor.stride()}"
             digest.update(f"{number} {name} {shape}\n".encode())
             device = tensor.device
@@ -120,11 +136,56 @@ def digest_of_worker(worker: Any) -> str:
     return digest.hexdigest()
 
 
-def _tensors(model: Any) -> Iterator[tuple[str, torch.Tensor]]:
+def _tensors(model: Any, until: float) -> Iterator[tuple[str, torch.Tensor]]:
     if model is not None:
         for name, tensor in model.state_dict().items():
             if isinstance(tensor, torch.Tensor) and tensor.device.type != "meta":
                 yield name, tensor
+        for name, module in model.named_modules():
+            if _is_packed(module):
+                for tensor in _unpacked(name, module, until):
+                    yield f"{name} packed", tensor
+
+
+def _is_packed(module: torch.nn.Module) -> bool:
+    """Whether the weight of a module is not among its parameters any more.
+
+    Some kernels take it over when it has been loaded: all those for unquantised linear layers on
+    the CPU do.
+    """
+    own = dict(module.named_parameters(recurse=False))
+    if any(name.endswith("weight") and not one.numel() for name, one in own.items()):
+        return True
+    if not isinstance(module, LinearBase):
+        return False
+    wide = getattr(module, "input_size_per_partition", module.input_size)
+    high = getattr(module, "output_size_per_partition", module.output_size)
+    held = sum(one.numel() * one.element_size() for one in own.values())
+    # Less than a bit for each weight: only its bias or its scales are left.
+    return bool(8 * held < wide * high)
+
+
+def _unpacked(name: str, module: torch.nn.Module, until: float) -> Iterator[torch.Tensor]:
+    """What the kernel for a linear layer holds, or the weight in rows, read through it.
+
+    The product with a row of the unit matrix is a row of the weight, exactly.
+    """
+    kernel = getattr(module, "cpu_linear", None)
+    held = [cell.cell_contents for cell in getattr(kernel, "__closure__", None) or ()]
+    tensors = [one for one in held if isinstance(one, torch.Tensor)]
+    if tensors:
+        yield from tensors
+        return
+    wide = next((one.k for one in held if hasattr(one, "handler_tensor")), None)
+    if kernel is None or wide is None:
+        raise WeightsUnreadableError(f"the weight of {name} is packed, and cannot be read")
+    for start in range(0, wide, PROBED):
+        if time.monotonic() > until:
+            raise WeightsUnreadableError(f"packed weights are not read within {PROBE_S:g} s")
+        rows = torch.arange(start, min(start + PROBED, wide))
+        units = torch.zeros(len(rows), wide, dtype=module.weight.dtype)
+        units[torch.arange(len(rows)), rows] = 1
+        yield kernel(units, module.weight, None)
 
 
 def _sums(tensor: torch.Tensor, factors: torch.Tensor) -> Iterator[torch.Tensor]:

@@ -242,9 +242,10 @@ def test_of_several_kinds_of_files_those_count_that_vllm_loads(tmp_path: Path) -
         "config.json",
         "modeling_own.py",
         "hf_quant_config.json",
+        "preprocessor_config.json",
     ):
         (tmp_path / name).write_bytes(b"x")
-    beside = ["hf_quant_config.json", "modeling_own.py"]
+    beside = ["hf_quant_config.json", "modeling_own.py", "preprocessor_config.json"]
 
     def found(load_format: str) -> list[str]:
         return names(model_files(Model(str(tmp_path)), load_format, None))

@@ -18,6 +18,7 @@ from vllm.config.lora import LoRAConfig
 
 from kvstore.errors import ConfigError
 from kvstore.vllm.engine import WorkerFacts, has_siblings
+from kvstore.vllm.identity.naming import Naming
 from tests.vllm.parts import engine_like, make_spec
 
 BLOCK = 4096
@@ -311,3 +312,20 @@ def test_a_fingerprint_that_does_not_come_costs_the_deadline_and_no_more(
         assert serving.manager.prepare_store(KEYS, context) is None
         assert serving.lookup(KEYS, context) == MISSES
         assert serving.store(KEYS, context) == []
+
+
+def test_what_an_operator_tells_parts_engines_and_joins_none(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    naming = Naming(automatic=True, fingerprint=True)
+    found = {"weights": "abc", "dtype": "bfloat16", "nothing": None}
+    monkeypatch.setattr(Naming, "engine_identity", lambda self, config, engine, told: dict(found))
+    told = {"weights": "v1", "groups": 3, "code": "v2", "nothing": "told"}
+    assert naming.whole({"groups": 1}, None, None, told) == {
+        **found,
+        "groups": 1,
+        "told.weights": "v1",
+        "told.groups": 3,
+        "code": "v2",
+        "nothing": "told",
+    }

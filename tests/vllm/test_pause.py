@@ -11,6 +11,8 @@ from tests.vllm.engines import FORKED, ONE_PROCESS, Run, run_engine
 
 pytest.importorskip("vllm")
 
+from safetensors.torch import load_file, save_file
+
 from tests.vllm.checkpoints import CONFIG, save_llama
 
 TWO_WORKERS = {"VLLM_CPU_OMP_THREADS_BIND": "0|1", **FORKED, **ONE_PROCESS}
@@ -21,10 +23,14 @@ NO_HIT, ALL_HIT = [0] * 3, [LENGTH] * 3
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Two models; the first is the engines'."""
+    """Two models, which differ in linear layers alone; the first is the engines'."""
     folder = tmp_path_factory.mktemp("pause")
     save_llama(folder / "tiny-model", 0)
     save_llama(folder / "other", 1)
+    file = str(folder / "other" / "model.safetensors")
+    first = load_file(str(folder / "tiny-model" / "model.safetensors"))
+    linear = {name: one for name, one in load_file(file).items() if "_proj" in name}
+    save_file({**first, **linear}, file)
     return folder
 
 

@@ -13,8 +13,9 @@ pytest.importorskip("vllm")
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
+from vllm.model_executor.layers.utils import dispatch_cpu_unquantized_gemm
 
-from kvstore.vllm.weights import PIECE, LiveWeights, digest_of_worker
+from kvstore.vllm.weights import PIECE, LiveWeights, WeightsUnreadableError, digest_of_worker
 
 
 class Model(torch.nn.Module):  # type: ignore[misc]
@@ -37,7 +38,7 @@ class Model(torch.nn.Module):  # type: ignore[misc]
         self.register_buffer("table", torch.arange(9.0))
 
 
-def worker(model: Model, drafter: Model | None = None) -> Any:
+def worker(model: Any, drafter: Model | None = None) -> Any:
     runner = SimpleNamespace(get_model=lambda: model, get_draft_model=lambda: drafter)
     return SimpleNamespace(model_runner=runner)
 
@@ -70,6 +71,42 @@ def test_one_value_that_changes_in_its_last_bit_is_noticed(
     kind = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
     tensor.view(kind[tensor.element_size()])[index] ^= 1
     assert digest_of_worker(worker(model)) != before
+
+
+def packed(weight: torch.Tensor, *, skipped: bool = False) -> Model:
+    """A model whose linear layer vLLM has packed for the CPU."""
+    model = Model()
+    model.linear = torch.nn.Module()
+    model.linear.weight = torch.nn.Parameter(weight.clone(), requires_grad=False)
+    dispatch_cpu_unquantized_gemm(model.linear, remove_weight=True)
+    assert not model.linear.weight.numel(), "it is not in the model's state any more"
+    if skipped:
+        del model.linear.cpu_linear
+    return model
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("shape", [(256, 512), (16, 128), (300, 700)])
+def test_each_weight_of_a_layer_that_a_kernel_has_packed_counts(
+    dtype: torch.dtype, shape: tuple[int, int]
+) -> None:
+    weight = torch.randn(shape, generator=torch.Generator().manual_seed(0)).to(dtype)
+    before = digest_of_worker(worker(packed(weight)))
+    assert digest_of_worker(worker(packed(weight))) == before
+    bits = torch.int32 if dtype == torch.float32 else torch.int16
+    for place in ((0, 0), (shape[0] // 2, shape[1] // 3), (shape[0] - 1, shape[1] - 1)):
+        changed = weight.clone()
+        changed.view(bits)[place] ^= 1
+        assert digest_of_worker(worker(packed(changed))) != before
+
+
+def test_weights_that_cannot_be_read_are_not_passed_over(monkeypatch: pytest.MonkeyPatch) -> None:
+    weight = torch.ones(64, 64)
+    with pytest.raises(WeightsUnreadableError, match="of linear is packed, and cannot be read"):
+        digest_of_worker(worker(packed(weight, skipped=True)))
+    monkeypatch.setattr("kvstore.vllm.weights.PROBE_S", -1.0)
+    with pytest.raises(WeightsUnreadableError, match="not read within"):
+        digest_of_worker(worker(packed(weight)))
 
 
 def test_values_that_change_places_are_noticed() -> None:
@@ -196,5 +233,6 @@ def test_weights_in_any_order_are_read_without_a_copy_of_more_than_a_piece(name:
 
 
 def digest_of(tensor: torch.Tensor) -> str:
-    model = SimpleNamespace(state_dict=lambda: {"weight": tensor})
-    return digest_of_worker(worker(model))  # type: ignore[arg-type]
+    model = torch.nn.Module()
+    model.register_buffer("weight", tensor)
+    return digest_of_worker(worker(model))

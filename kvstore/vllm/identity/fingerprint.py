@@ -278,5 +278,8 @@ def _beside(files: list[Path]) -> list[Path]:
     return [
         path
         for path in files
-        if path.suffix == ".py" or (path.suffix == ".json" and "quant" in path.name)
+        if path.suffix == ".py"
+        or (path.suffix == ".json" and "quant" in path.name)
+        # They say how images become numbers.
+        or path.name.endswith("processor_config.json")
     ]

@@ -183,6 +183,8 @@ def _add_draft(facts: dict[str, Any], vllm_config: Any, read_weights: bool) -> N
     facts["draft.model"] = str(draft.model)
     _add_configuration(facts, "draft.config", draft)
     target = vllm_config.model_config
+    if _length_matters(draft):
+        facts["draft.max_model_len"] = target.max_model_len
     if (draft.model, draft.revision) != (target.model, target.revision):
         load = getattr(speculative, "draft_load_config", None) or vllm_config.load_config
         facts["draft.weights"] = _weights(draft, load, read_weights)

@@ -64,6 +64,27 @@ class Naming:
             switches.append(value)
         return cls(*switches)
 
+    def whole(
+        self,
+        layout: Mapping[str, Any],
+        config: Any,
+        engine: Engine | None,
+        told: Mapping[str, Any],
+    ) -> dict[str, Any]:
+        """Return the identity: the layout, what is found out, and what the operator adds.
+
+        What is told under a name that is known already stands beside it, as `told.NAME`: an
+        operator may part engines by it, and joins none.
+
+        Raises:
+            ConfigError: as `engine_identity`.
+        """
+        known = {**layout, **self.engine_identity(config, engine, told)}
+        beside = {
+            key if known.get(key) is None else f"told.{key}": value for key, value in told.items()
+        }
+        return {**known, **beside}
+
     def engine_identity(
         self, config: Any, engine: Engine | None, told: Mapping[str, Any]
     ) -> dict[str, Any]:
