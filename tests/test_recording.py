@@ -125,6 +125,15 @@ def test_an_earlier_recording_is_kept_beside(tmp_path: Path) -> None:
     assert [len(request.chains[0]) for request in list(RecordingStream(path))] == [3, 1]
 
 
+def test_starts_without_requests_leave_the_older_recording_alone(tmp_path: Path) -> None:
+    """As those that fail for another reason, again and again."""
+    path = tmp_path / "trace"
+    record(path, [FULL])
+    for _ in range(3):
+        Recorder(path, MIB, 4096).abandon()
+    assert [len(request.chains[0]) for request in list(RecordingStream(path))] == [3]
+
+
 def test_who_comes_while_another_begins_takes_the_next_name(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

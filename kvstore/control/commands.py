@@ -15,7 +15,7 @@ from dataclasses import asdict
 from functools import partial
 from typing import Any
 
-from kvstore.config import Config, check_size
+from kvstore.config import Config, DiskConfig, check_size
 from kvstore.control.jobs import ACTIONS, Act, Action, Changing, Job, Reencrypt, Reset, places
 from kvstore.core import Core
 from kvstore.core.residency.base import TierView
@@ -70,16 +70,12 @@ class Commands:
         self._description = description
         self._shares = config.tenants
         self._host_policy: str | Choice = config.host_policy
-        self._policies: dict[int, str | Choice] = {}
-        self._capacities: dict[int, int] = {}
         # Of each entry of the configuration the first tier is the one that is written to.
         owned = [n for n, tier in enumerate(tiers) if not (tier.is_peer or tier.is_store)]
         entries = [entry for entry in config.tiers if not entry.is_store]
-        for number, entry in zip(owned, entries, strict=True):
-            self._policies[number] = entry.eviction_policy
-            capacity = getattr(entry, "capacity_bytes", None)
-            if capacity is not None:
-                self._capacities[number] = capacity
+        those = list(zip(owned, entries, strict=True))
+        self._policies: dict[int, str | Choice] = {n: entry.eviction_policy for n, entry in those}
+        self._capacities = {n: e.capacity_bytes for n, e in those if isinstance(e, DiskConfig)}
         self._act: Act | None = None
         self._reset: Callable[[], None] | None = None
         self._keys_of: KeysOf | None = None
@@ -274,10 +270,8 @@ class Commands:
             if not isinstance(table, dict):
                 raise ConfigError(f"{name}: must be a table of keys")
         _check_table("host", host, ("bytes", "eviction_policy"))
-        if "bytes" in host:
-            changes.append(self._host_size(host["bytes"]))
-        if "eviction_policy" in host:
-            changes.append(self._new_host_policy(host["eviction_policy"]))
+        if host:
+            changes.append(self._host_change(host))
         named: dict[int, str] = {}
         for name, table in tiers.items():
             number = self._tier(name)
@@ -297,29 +291,36 @@ class Commands:
         known = ", ".join(f"{n} ({_name_of(self._tiers[n])})" for n in self._policies)
         raise ConfigError(f"tiers.{name}: unknown; tiers that can be changed: {known or 'none'}")
 
-    def _host_size(self, value: object) -> Change:
-        size = check_size("host.bytes", value, self._row_bytes)
-        rows = size // self._row_bytes
-        if rows > self._rows:
-            raise ConfigError(
-                f"host.bytes = {size}: at most {self._rows * self._row_bytes}, which were "
-                "allocated at the start"
-            )
-        return f"host memory: {rows} chunks", lambda core: partial(core.limit_rows, rows)
-
-    def _new_host_policy(self, value: object) -> Change:
-        choice = _policy("host.eviction_policy", value)
+    def _host_change(self, table: Mapping[str, Any]) -> Change:
+        parts = []
+        rows: int | None = None
+        choice = _policy("host.eviction_policy", table)
+        if "bytes" in table:
+            size = check_size("host.bytes", table["bytes"], self._row_bytes)
+            rows = size // self._row_bytes
+            if rows > self._rows:
+                raise ConfigError(
+                    f"host.bytes = {size}: at most {self._rows * self._row_bytes}, which were "
+                    "allocated at the start"
+                )
+            parts.append(f"{rows} chunks")
+        if choice is not None:
+            parts.append(str(choice))
 
         def prepare(core: Core) -> Callable[[], None]:
-            policy = build_policy(choice, self._rows, self._shares)
+            named = self._host_policy if choice is None else choice
+            most = core.policy_capacity(None) if rows is None else rows
+            # One for so many: its parts, and those of tenants, follow the size.
+            policy = build_policy(named, most, self._shares)
 
             def commit() -> None:
+                core.limit_rows(most)
                 core.set_policy(None, policy)
-                self._host_policy = choice
+                self._host_policy = named
 
             return commit
 
-        return f"host memory: {choice}", prepare
+        return f"host memory: {', '.join(parts)}", prepare
 
     def _slot_bytes(self, tier: TierView) -> int:
         """What a chunk takes there."""
@@ -330,9 +331,7 @@ class Commands:
             raise ConfigError(f"{where}: must be a table of keys")
         _check_table(where, table, ("capacity_bytes", "eviction_policy", "compaction_rate"))
         changes: list[Change] = []
-        choice: str | Choice | None = None
-        if "eviction_policy" in table:
-            choice = _policy(f"{where}.eviction_policy", table["eviction_policy"])
+        choice = _policy(f"{where}.eviction_policy", table)
         if "compaction_rate" in table:
             rate = check_size(f"{where}.compaction_rate", table["compaction_rate"])
 
@@ -341,38 +340,34 @@ class Commands:
                 return partial(tier.compact_at, rate / self._slot_bytes(tier))
 
             changes.append((f"{where}: compaction of {rate} bytes per second", prepare))
+        capacity: int | None = None
         if "capacity_bytes" in table:
             capacity = check_size(f"{where}.capacity_bytes", table["capacity_bytes"], 1)
             self._tiers[number].segments_in(capacity)
-            text = f"{where}: {capacity} bytes" + (f", {choice}" if choice is not None else "")
-            changes.append((text, partial(self._prepare_size, number, capacity, choice)))
-        elif choice is not None:
-            changes.append((f"{where}: {choice}", partial(self._prepare_policy, number, choice)))
+        size = None if capacity is None else f"{capacity} bytes"
+        if told := [str(part) for part in (size, choice) if part is not None]:
+            text = f"{where}: {', '.join(told)}"
+            changes.append((text, partial(self._prepare_tier, number, capacity, choice)))
         return changes
 
-    def _prepare_size(
-        self, number: int, capacity: int, choice: str | Choice | None, core: Core
+    def _prepare_tier(
+        self, number: int, capacity: int | None, choice: str | Choice | None, core: Core
     ) -> Callable[[], None]:
-        tier, segments = self._tiers[number], self._tiers[number].segments_in(capacity)
+        tier = self._tiers[number]
         # The policy of this moment: another command may have set it since.
         named = self._policies[number] if choice is None else choice
-        slots = sum(segments) * core.segment_slots(number)
+        segments = [] if capacity is None else tier.segments_in(capacity)
+        slots = sum(segments) * core.segment_slots(number) or core.policy_capacity(number)
         policy = build_policy(named, slots, self._shares)
 
         def commit() -> None:
-            tier.resize(capacity)
-            core.limit_segments(number, segments, policy)
-            self._capacities[number], self._policies[number] = capacity, named
-
-        return commit
-
-    def _prepare_policy(self, number: int, choice: str | Choice, core: Core) -> Callable[[], None]:
-        slots = core.tiers[number].index.policy.capacity
-        policy = build_policy(choice, slots, self._shares)
-
-        def commit() -> None:
-            core.set_policy(number, policy)
-            self._policies[number] = choice
+            if capacity is None:
+                core.set_policy(number, policy)
+            else:
+                tier.resize(capacity)
+                core.limit_segments(number, segments, policy)
+                self._capacities[number] = capacity
+            self._policies[number] = named
 
         return commit
 
@@ -434,7 +429,11 @@ def _key(text: object) -> bytes:
     return key
 
 
-def _policy(where: str, value: object) -> Choice:
+def _policy(where: str, table: Mapping[str, Any]) -> Choice | None:
+    """Return the policy that is to follow, if there is one."""
+    if "eviction_policy" not in table:
+        return None
+    value = table["eviction_policy"]
     try:
         return check_policy(Choice.parse(value) if isinstance(value, str) else value)
     except ValueError as error:

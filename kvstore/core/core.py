@@ -384,6 +384,10 @@ class Core(CoreSteps):
         self._lookups.pause()
         self._settings.set_policy(tier, policy)
 
+    def policy_capacity(self, tier: int | None) -> int:
+        """Return for how many chunks the policy of a tier, or of host memory, was set last."""
+        return self._settings.policy_capacity(tier)
+
     def limit_rows(self, rows: int) -> None:
         """Use only `rows` rows of host memory, at most those that it began with."""
         self._lookups.pause()

@@ -73,7 +73,7 @@ class HostPool:
         self.rows = rows
         self.policy = policy
         self.admission = admission
-        self.ahead = reserve
+        self._reserve = reserve
         self.life = Life(HOST)
         self.chunks: OrderedTable[bytes, Chunk] = OrderedTable()
         self.step = 0
@@ -97,6 +97,11 @@ class HostPool:
     def allocated(self) -> int:
         """Rows that there are, those that are withheld included."""
         return len(self._of_row)
+
+    @property
+    def ahead(self) -> int:
+        """Rows to be kept free, or soon free, ahead of need: the same part of those in use."""
+        return self._reserve * self.rows // self.allocated
 
     @property
     def free(self) -> int:

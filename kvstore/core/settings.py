@@ -71,13 +71,21 @@ class Settings:
         surplus = [tier.target.surplus for tier in self._tiers if tier.target is not None]
         return sum(keys) + max(0, self._pool.rows - self._rows) + sum(surplus)
 
+    def _place(self, tier: int | None) -> HostPool | Index:
+        return self._pool if tier is None else self._tiers[tier].index
+
+    def policy_capacity(self, tier: int | None) -> int:
+        """Return for how many chunks the policy there is made, or the one that will follow it."""
+        place = self._place(tier)
+        return self._next.get(place, place.policy).capacity
+
     def set_policy(self, tier: int | None, policy: EvictionPolicy) -> None:
         """Let `policy` replace that of a tier, by its number, or of host memory (None).
 
         If one is being replaced there, `policy` follows when that is over, unless yet another one
         is set by then.
         """
-        place = self._pool if tier is None else self._tiers[tier].index
+        place = self._place(tier)
         if place in self._migrating:
             self._next[place] = policy
             return
@@ -92,6 +100,7 @@ class Settings:
             place.follow(Migration(old, policy))
         self._migrating.append(place)
         self._policies_changed()
+        self._pins.resized()
 
     def limit_rows(self, rows: int) -> None:
         """Use only `rows` rows of host memory, of those that were allocated."""
@@ -114,7 +123,6 @@ class Settings:
         """Let a tier have so many segments on each device, and a policy for the chunks that fit."""
         self.target(tier).limit_segments(most)
         self.set_policy(tier, policy)
-        self._pins.resized()
 
     def go_on(self, now: float) -> None:
         """Go on with the changes under way. Hits of this step were kept before."""

@@ -39,6 +39,9 @@ MOST_FILES = 64
 WRITE_SECONDS = 0.5
 """Seconds between two writes."""
 
+HEADER_BYTES = 4096
+"""More than a header takes."""
+
 logger = logging.getLogger("kvstore")
 
 
@@ -217,6 +220,9 @@ class Recorder:
                 raise ConfigError(
                     f"record_trace = {str(mine)!r}: exists and is not a recording of kvstore"
                 )
+            if _has_no_record(fd):
+                # Of a start that failed, or that served nobody: the older one stays.
+                return mine, fd
             os.replace(mine, older_file(mine))
             os.close(fd)
             fd = os.open(mine, flags, 0o600)
@@ -227,6 +233,12 @@ class Recorder:
         raise ConfigError(
             f"record_trace = {str(path)!r}: {MOST_FILES} processes already record there"
         )
+
+
+def _has_no_record(fd: int) -> bool:
+    """Whether nothing follows the header of a recording."""
+    head = os.pread(fd, HEADER_BYTES, 0)
+    return head.find(b"\n", len(MAGIC)) in (-1, os.fstat(fd).st_size - 1)
 
 
 def _is_at(fd: int, path: Path) -> bool:

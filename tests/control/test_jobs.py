@@ -147,7 +147,7 @@ async def test_a_dry_run_tells_where_chunks_are_and_does_nothing(tmp_path: Path)
         assert told["chunks"]["host"] == told["chunks"][disk] == 4
         host = {"bytes": CHUNK, "eviction_policy": "arc"}
         told = await ask(session, "settings", host=host, dry_run=True)
-        assert told["would_change"] == ["host memory: 1 chunks", "host memory: arc"]
+        assert told["would_change"] == ["host memory: 1 chunks, arc"]
         after = store.stats()
         assert (after.chunks, after.demoted, after.rows) == (4, 0, 8)
         assert after.tiers[0].chunks == 4
@@ -500,3 +500,37 @@ async def test_nothing_is_encrypted_anew_while_the_keys_cannot_be_had(
         assert response.status == 400
         assert "does not answer" in (await response.json())["error"]
         goes_on.set()
+
+
+async def test_a_policy_that_waits_for_another_is_made_for_the_size_of_then(tmp_path: Path) -> None:
+    async with at_path(tmp_path, disk=256) as (store, session):
+        await filled(store, keys_of("many", 100))
+        for settings in (
+            {"tiers": {"0": {"eviction_policy": "arc"}}},
+            {"tiers": {"0": {"capacity_bytes": 4 * (16 * CHUNK + 2**14)}}},
+            {"tiers": {"0": {"eviction_policy": "s3-fifo"}}},
+        ):
+            await session.post("/v1/settings", json=settings)
+        await until_async(lambda: not store._core.changing)
+        index = store._core.tiers[0].index
+        slots = store._core.tiers[0].stats().max_segments * store._core.segment_slots(0)
+        assert index.policy.capacity == slots < 100
+        assert index.most_pinned == slots // 2
+
+
+async def test_shares_and_what_is_kept_free_follow_the_size_of_host_memory(tmp_path: Path) -> None:
+    shares = {"alice": {"maximal": 0.25}}
+    async with at_path(tmp_path, rows=64, disk=128, tenants=shares) as (store, session):
+        ahead = store._core._pool.ahead
+        for rows in (16, 64):
+            await ask(session, "settings", host={"bytes": rows * CHUNK})
+            for key in kvstore.tenant_keys("alice", keys_of(str(rows), 64)):
+                await store.put([key], [payload(key)])
+            await store.flush()
+            assert store.stats().rows == rows
+
+            def within(most: int = rows // 4) -> bool:
+                return store.stats().tenants["alice"].host_chunks <= most
+
+            await until_async(within)
+            assert store._core._pool.ahead == ahead * rows // 64
