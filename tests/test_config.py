@@ -246,6 +246,11 @@ REFUSED: list[tuple[dict[Any, Any], str, str]] = [
     ({"tiers": "disk"}, "tiers = 'disk'", "must be a list"),
     ({"tiers": [DISK, "disk"]}, "tiers[1] = 'disk'", "must be a table of keys"),
     ({"tiers": [DISK, DISK]}, "tiers[1].path = '/cache'", "a folder of its own"),
+    (
+        {"tiers": [DISK, {**DISK, "path": "/x/../cache"}]},
+        "tiers[1].path = '/x/../cache'",
+        "a folder of its own",
+    ),
     ({"tiers": [{"path": "/cache"}]}, "missing key tiers[0].type", "must be one of disk"),
     ({"tiers": [{**DISK, "type": "tape"}]}, "tiers[0].type = 'tape'", "must be one of: disk"),
 ]
@@ -257,6 +262,10 @@ REFUSED_DISK: list[tuple[dict[str, Any], str, str]] = [
     ({"capacity_bytes": 0}, "tiers[0].capacity_bytes = 0", "at least 1 byte"),
     ({"path": ""}, "tiers[0].path = ''", "path of a folder"),
     ({"path": 5}, "tiers[0].path = 5", "path of a folder"),
+    ({"path": "file:///nvme/kv"}, "tiers[0].path = <str that may hold", "no address"),
+    ({"path": "$HOME/kv"}, "tiers[0].path = '$HOME/kv'", "no variable"),
+    ({"path": "~nobody-here/kv"}, "tiers[0].path = '~nobody-here/kv'", "user that is unknown"),
+    ({"path": ["/a", "/b/../a"]}, "tiers[0].path = ['/a', '/b/../a']", "different ones"),
     ({"path": "a\0b"}, "tiers[0].path = 'a\\x00b'", "path of a folder"),
     ({"path": "\ud800"}, "tiers[0].path = '\\ud800'", "path of a folder"),
     ({"eviction_policy": "mru"}, "tiers[0].eviction_policy = 'mru'", KNOWN_POLICIES),
@@ -394,7 +403,7 @@ def test_the_environment_says_the_same(tmp_path: Path) -> None:
             "KVSTORE_CONFIG_SPANS": "true",
             "KVSTORE_CONFIG_RECOMPUTE_S": "auto",
             "KVSTORE_CONFIG_EVICTION_POLICY": "{name = 's3-fifo', small = 0.2}",
-            "KVSTORE_CONFIG_DISK": "/cache",
+            "KVSTORE_CONFIG_DISK": '"/cache"',
             "KVSTORE_CONFIG_DISK_BYTES": "1TiB",
             "KVSTORE_CONFIGURATION": "not ours",
         }

@@ -196,8 +196,8 @@ def _tiers(
         table = {"type": tier.get("type"), "parameters": rest, **given}
         tiers.append(_build(TierConfig, table, where))
     for index, tier in enumerate(tiers):
-        taken = {path for other in tiers[:index] for path in other.paths}
-        for path in taken.intersection(tier.paths):
+        taken = {os.path.realpath(path) for other in tiers[:index] for path in other.paths}
+        for path in (path for path in tier.paths if os.path.realpath(path) in taken):
             raise ConfigError(
                 f"tiers[{index}].path = {str(path)!r}: each tier needs a folder of its own"
             )
@@ -428,7 +428,8 @@ def _from_text(key: attrs.Attribute[Any] | None, text: str) -> Any:
         convert: Any = None if key is None else key.converter
         if convert is not None:
             convert(text)
-        if not text.startswith("["):
+        # Quotes are what a file of variables may leave in them.
+        if not text.startswith(("[", '"', "'")):
             return text
     except ConfigError:
         pass

@@ -164,9 +164,14 @@ def _path(value: object, what: str) -> Path:
             raise ValueError("empty, or not a path")
         if b"\0" in os.fsencode(value):
             raise ValueError("a zero byte")
-        return Path(os.path.expanduser(value)).absolute()
+        path = os.path.expanduser(value)
     except (TypeError, ValueError, RuntimeError) as error:
         raise ValueError(f"must be the path of a {what}") from error
+    if str(path).startswith(("~", "$")) or "://" in str(path):
+        raise ValueError(
+            f"must be the path of a {what}: no address, no variable and no user that is unknown"
+        )
+    return Path(path).absolute()
 
 
 def file_path(value: FilePath) -> Path:
@@ -177,7 +182,7 @@ def folders(value: FilePath | Sequence[FilePath]) -> Path | tuple[Path, ...]:
     if not isinstance(value, (list, tuple)):
         return _path(value, "folder")
     paths = tuple(_path(one, "folder") for one in value)
-    if not paths or len(set(paths)) < len(paths):
+    if not paths or len(set(map(os.path.realpath, paths))) < len(paths):
         raise ValueError("must be the path of a folder, or a list of different ones")
     return paths if len(paths) > 1 else paths[0]
 
@@ -186,7 +191,7 @@ def socket(value: FilePath) -> str:
     if isinstance(value, (str, os.PathLike)) and str(value).strip():
         where = os.fspath(value)
         if isinstance(where, str) and "\0" not in where:
-            return where
+            return os.path.expanduser(where)
     raise ValueError("must be the path of a socket, or HOST:PORT of a loopback address")
 
 
