@@ -364,17 +364,8 @@ def _view(
     chunk_bytes: int,
     shares: Shares | None,
 ) -> OwnedTier | AskedTier:
-    """Return the core's view of an opened tier.
-
-    Raises:
-        ConfigError: if the configuration sets something that only a store itself decides.
-    """
+    """Return the core's view of an opened tier."""
     if config.is_store:
-        if config.eviction_policy != "lru" or config.flow is Flow.EXCLUSIVE:
-            raise ConfigError(
-                f"tier {recovered.name}: eviction_policy and the flow 'exclusive' are not for a "
-                "store, which others use too and which decides itself what leaves"
-            )
         filters = build_filters(config.admission, MOST_ANSWERS, chunk_bytes, shares)
         return AskedTier(number, recovered, in_flight, filters, config.flow)
     slots = max(1, recovered.max_segments * recovered.segment_slots)

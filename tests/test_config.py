@@ -22,6 +22,7 @@ from kvstore.sizes import format_size, parse_size
 GIB = 2**30
 
 DISK = {"type": "disk", "path": "/cache", "capacity_bytes": "1TiB"}
+STORE = {"type": "object", "url": "file:///cache"}
 
 
 def config(**values: Any) -> Config:
@@ -252,6 +253,10 @@ REFUSED: list[tuple[dict[Any, Any], str, str]] = [
         "a folder of its own",
     ),
     ({"tiers": [{"path": "/cache"}]}, "missing key tiers[0].type", "must be one of disk"),
+    *(
+        ({"tiers": [{**STORE, **more}]}, "tiers[0].type = 'object'", "are not for a store")
+        for more in ({"flow": "exclusive"}, {"eviction_policy": "arc"})
+    ),
     ({"tiers": [{**DISK, "type": "tape"}]}, "tiers[0].type = 'tape'", "must be one of: disk"),
 ]
 

@@ -177,7 +177,8 @@ def run_ctl(options: argparse.Namespace) -> int:
         return _print(client.ask(method, f"/v1/jobs/{options.number}"), options.json, _job_lines)
     command = "settings" if options.what == "set" else options.what
     told = client.ask("POST", f"/v1/{command}", _body(options))
-    if options.dry_run:
+    if "job" not in told:
+        # A dry run: the body of a file may say so, too.
         return _print(told, options.json, _dry_lines)
     if not options.detach:
         told = _wait(client, told, quiet=options.json)
@@ -231,6 +232,8 @@ def _settings(words: list[str]) -> dict[str, Any]:
             table = table.setdefault(part, {})
             if not isinstance(table, dict):
                 raise KVStoreError(f"{word!r}: {place} is a value, by another word")
+        if field in table:
+            raise KVStoreError(f"{word!r}: {name} is given twice")
         table[field] = value
     return settings
 

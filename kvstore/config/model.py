@@ -160,6 +160,11 @@ class TierConfig:
             check_tier(self.type, self.parameters)
         except ValueError as error:
             raise ConfigError(f"type = {shown(self.type)}: {error}") from error
+        if self.is_store and (self.eviction_policy != "lru" or self.flow is Flow.EXCLUSIVE):
+            raise ConfigError(
+                f"type = {self.type!r}: eviction_policy and the flow 'exclusive' are not for a "
+                "store, which others use too and which decides itself what leaves"
+            )
 
     @property
     def paths(self) -> tuple[Path, ...]:

@@ -403,7 +403,7 @@ class Job:
                 await asyncio.sleep(LOOK_SECONDS)
             if ended:
                 self.done += len(keys)
-            if self._cancelled:
+            if self._cancelled and not (ended and at + size >= len(self._keys)):
                 await act(lambda core, now: action.cancel(core))
                 self.state = "cancelled"
                 return

@@ -62,6 +62,14 @@ async def test_it_names_chunks_by_words_files_and_standard_input(tmp_path: Path)
         assert (status, "job 1, remove: done" in out) == (0, True)
 
 
+async def test_a_file_may_ask_for_a_dry_run(tmp_path: Path) -> None:
+    where, file = str(tmp_path / "s"), tmp_path / "body.json"
+    async with kvstore.open(small(tmp_path / "cache", control=where)):
+        file.write_text('{"keys": ["61"], "dry_run": true}')
+        status, out, errors = await ctl(where, "remove", "--file", str(file))
+        assert (status, "nowhere" in out, errors) == (0, True, ""), out
+
+
 async def test_it_ends_with_1_where_a_job_failed_and_2_where_it_was_refused(tmp_path: Path) -> None:
     where = str(tmp_path / "s")
     many = keys_of("many", 8)
@@ -73,6 +81,7 @@ async def test_it_ends_with_1_where_a_job_failed_and_2_where_it_was_refused(tmp_
             (["remove"], "name the chunks by KEY or by --file"),
             (["set", "bytes=5"], "write NAME=VALUE"),
             (["set", "host.bytes"], "write NAME=VALUE"),
+            (["set", "host.bytes=1MiB", "host.bytes=2MiB"], "host.bytes is given twice"),
             (["job", "99"], "no such job"),
             (["remove", "--file", str(tmp_path / "missing")], "No such file"),
         ):
