@@ -97,6 +97,7 @@ def run_import(options: argparse.Namespace) -> int:
             options.path,
             capacity_bytes=options.capacity,
             keys=options.keys,
+            strict_modes=options.strict_modes,
             progress=show,
         )
     if options.json:

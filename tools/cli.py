@@ -160,6 +160,10 @@ def _changing(command: argparse.ArgumentParser) -> None:
     """What commands that change a cache have in common."""
     _cache(command)
     command.add_argument("--dry-run", action="store_true", help="only report what would be done")
+    _strict(command)
+
+
+def _strict(command: argparse.ArgumentParser) -> None:
     command.add_argument(
         "--no-strict-modes",
         dest="strict_modes",
@@ -302,6 +306,7 @@ def _import(command: argparse.ArgumentParser) -> None:
     )
     _keys(command)
     command.add_argument("--json", action="store_true", help="print JSON")
+    _strict(command)
     command.set_defaults(run=run_import)
 
 

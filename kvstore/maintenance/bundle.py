@@ -414,6 +414,7 @@ def import_bundle(
     *,
     capacity_bytes: int | None = None,
     keys: str | None = None,
+    strict_modes: bool = True,
     progress: Progress = lambda done, total: None,
 ) -> Imported:
     """Store the chunks of a bundle in the cache at `path`, in the namespace that they are from.
@@ -425,6 +426,7 @@ def import_bundle(
     Args:
         capacity_bytes: of the lane; by default enough for the bundle beside all that is there.
         keys: where the keys are that its chunks are encrypted with, here as where they are from.
+        strict_modes: refuse folders and lanes that other users own or may write to.
 
     Raises:
         KVStoreError: if the file is no bundle, or its chunks cannot be stored at `path`.
@@ -444,7 +446,7 @@ def import_bundle(
         if size < whole:
             what = f"the bundle is cut short: {size} of {whole} bytes"
             done.faults.append(Fault(str(file), None, what))
-        config = _config(bundle, path, capacity_bytes, keys)
+        config = _config(bundle, path, capacity_bytes, keys, strict_modes)
         digest = Namespace(bundle.namespace, bundle.identity).digest
         sealer = sealer_of(keys, digest)
         batch, looked = max(1, HOST_BYTES // bundle.chunk_bytes // 2), 0
@@ -524,7 +526,11 @@ def _held_bytes(lane: LaneSurvey) -> list[int]:
 
 
 def _config(
-    bundle: _Bundle, path: str | os.PathLike[str], capacity_bytes: int | None, keys: str | None
+    bundle: _Bundle,
+    path: str | os.PathLike[str],
+    capacity_bytes: int | None,
+    keys: str | None,
+    strict_modes: bool,
 ) -> Config:
     if is_sealed(bundle.identity) != (keys is not None):
         raise KVStoreError(
@@ -555,7 +561,9 @@ def _config(
         chunk_bytes=bundle.chunk_bytes,
         identity={key: value for key, value in bundle.identity.items() if key not in own},
         namespace=bundle.namespace,
-        tiers=[DiskConfig(path, capacity_bytes, segment_bytes=segment_bytes)],
+        tiers=[
+            DiskConfig(path, capacity_bytes, segment_bytes=segment_bytes, strict_modes=strict_modes)
+        ],
         encryption_keys=keys,
         tenants=None if keys is None else Shares(),
     )

@@ -387,6 +387,19 @@ async def test_an_import_tells_what_is_there_in_the_end(tmp_path: Path) -> None:
     assert (told["chunks"], told["there"], told["stored"]) == (20, 20, 20)
 
 
+async def test_a_folder_that_others_may_write_to_takes_an_import_where_it_is_told_so(
+    tmp_path: Path,
+) -> None:
+    await fill(tmp_path / "here")
+    file, folder = tmp_path / "bundle.safetensors", tmp_path / "shared"
+    assert command("export", str(tmp_path / "here"), str(file)).returncode == 0
+    folder.mkdir()
+    folder.chmod(0o777)
+    assert command("import", str(file), str(folder)).returncode == 2
+    done = command("import", str(file), str(folder), "--no-strict-modes")
+    assert (done.returncode, "has 20 of 20 chunks now" in done.stdout) == (0, True)
+
+
 async def test_a_bundle_that_was_cut_short_is_called_that_once(tmp_path: Path) -> None:
     await fill(tmp_path / "here")
     file = tmp_path / "bundle.safetensors"
