@@ -36,7 +36,7 @@ import sys
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol, overload
+from typing import Any, Protocol
 
 from kvstore.connector.mediums import LoadStoreSpec
 from kvstore.connector.queued import GroupSizes, QueuedKeys
@@ -191,12 +191,6 @@ class OffloadingManager(ABC):
     """
 
     loads_are_uses: bool = False
-
-    @overload
-    def lookup(self, keys: bytes, req_context: RequestContext) -> bool | None: ...
-
-    @overload
-    def lookup(self, keys: Iterable[bytes]) -> int | None: ...
 
     @abstractmethod
     def lookup(
@@ -367,12 +361,6 @@ class ListManager(OffloadingManager):
     def __init__(self, inner: OffloadingManager, suffix: bytes = b"") -> None:
         self.inner = inner
         self._suffix = suffix
-
-    @overload
-    def lookup(self, keys: bytes, req_context: RequestContext) -> bool | None: ...
-
-    @overload
-    def lookup(self, keys: Iterable[bytes]) -> int | None: ...
 
     def lookup(
         self, keys: bytes | Iterable[bytes], req_context: RequestContext | None = None

@@ -9,7 +9,7 @@ import logging
 import sys
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, overload
+from typing import Any
 
 from kvstore.api.arguments import check_keys
 from kvstore.assembly import assemble, rows_for
@@ -188,12 +188,6 @@ class KVStoreManager(OffloadingManager):
         )
 
     # -- lookup ------------------------------------------------------------------------
-
-    @overload
-    def lookup(self, keys: bytes, req_context: RequestContext) -> bool | None: ...
-
-    @overload
-    def lookup(self, keys: Iterable[bytes]) -> int | None: ...
 
     def lookup(
         self, keys: bytes | Iterable[bytes], req_context: RequestContext | None = None

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
-from typing import overload
 
 from kvstore.connector.contract import (
     OffloadingEvent,
@@ -65,12 +64,6 @@ class FilterReusedOffloadingManager(OffloadingManager):
     def loads_are_uses(self) -> bool:  # type: ignore[override]
         """As in `backing`."""
         return self.backing.loads_are_uses
-
-    @overload
-    def lookup(self, keys: bytes, req_context: RequestContext) -> bool | None: ...
-
-    @overload
-    def lookup(self, keys: Iterable[bytes]) -> int | None: ...
 
     def lookup(
         self, keys: bytes | Iterable[bytes], req_context: RequestContext | None = None

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Set
-from typing import overload
 
 from kvstore.connector.backend import Backend, BlockStatus
 from kvstore.connector.contract import (
@@ -56,12 +55,6 @@ class PolicyManager(OffloadingManager):
         self.stray = 0
 
     # -- lookup ------------------------------------------------------------------------
-
-    @overload
-    def lookup(self, keys: bytes, req_context: RequestContext) -> bool: ...
-
-    @overload
-    def lookup(self, keys: Iterable[bytes]) -> int: ...
 
     def lookup(
         self, keys: bytes | Iterable[bytes], req_context: RequestContext | None = None

@@ -67,7 +67,7 @@ class Led(Server):
         """None: it is being fetched or stored, or could be fetched."""
         manager = self.scheduler.manager
         if isinstance(manager, PolicyManager):
-            return manager.lookup(key, ReqContext("anybody"))
+            return bool(manager.lookup(key, ReqContext("anybody")))
         core = self._core()
         chunk = core._pool.chunks.get(key)
         if chunk is not None and chunk.state >= READY:

@@ -108,7 +108,7 @@ def test_a_lookup_that_is_to_be_repeated_does_not_count() -> None:
 
 def test_one_key_without_a_request_is_refused() -> None:
     with pytest.raises(KVStoreError, match="needs req_context"):
-        FilterReusedOffloadingManager(Lists()).lookup(A)  # type: ignore[arg-type]
+        FilterReusedOffloadingManager(Lists()).lookup(A)
 
 
 def test_the_order_of_a_prompt_is_kept() -> None:

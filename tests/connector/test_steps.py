@@ -212,9 +212,9 @@ def test_what_is_no_key_is_refused_by_name() -> None:
     with pytest.raises(BlockKeyError, match="must be bytes, not str"):
         manager.lookup(["a"])  # type: ignore[list-item]
     with pytest.raises(KVStoreError, match="needs req_context"):
-        manager.lookup(b"a")  # type: ignore[arg-type]
+        manager.lookup(b"a")
     with pytest.raises(KVStoreError, match="takes no req_context"):
-        manager.lookup([b"a"], ReqContext("r"))  # type: ignore[call-overload]
+        manager.lookup([b"a"], ReqContext("r"))
     manager.shutdown()
 
 
