@@ -489,7 +489,7 @@ class Store:
         """
         self._driver.check()
         rate = check_size("bytes_per_second", bytes_per_second)
-        for tier in self._core.tiers:
+        for tier in self._core.owned:
             tier.compact_at(rate / self._region.row_bytes)
         self._keep_up()
 
@@ -830,7 +830,7 @@ class Store:
             self._upkeep = None
 
     def _stop_upkeep(self) -> None:
-        for tier in self._core.tiers:
+        for tier in self._core.owned:
             tier.compact_at(0.0)
         if self._upkeep is not None:
             self._upkeep.cancel()

@@ -106,7 +106,7 @@ class Commands:
         stats, rates, left = await self._acting(
             lambda core, now: (
                 core.stats(),
-                [round(tier.compaction_rate * self._slot_bytes(tier)) for tier in core.tiers],
+                {t.number: round(t.compaction_rate * self._slot_bytes(t)) for t in core.owned},
                 core.changing,
             )
         )
@@ -117,7 +117,7 @@ class Commands:
                 "medium": told.medium,
                 "eviction_policy": _named(self._policies.get(number)),
                 "capacity_bytes": self._capacities.get(number),
-                "compaction_rate": rates[number],
+                "compaction_rate": rates.get(number, 0),
             }
             for number, told in enumerate(stats.tiers)
         ]
@@ -336,7 +336,7 @@ class Commands:
             rate = check_size(f"{where}.compaction_rate", table["compaction_rate"])
 
             def prepare(core: Core) -> Callable[[], None]:
-                tier = core.tiers[number]
+                (tier,) = (tier for tier in core.owned if tier.number == number)
                 return partial(tier.compact_at, rate / self._slot_bytes(tier))
 
             changes.append((f"{where}: compaction of {rate} bytes per second", prepare))

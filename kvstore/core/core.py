@@ -361,23 +361,23 @@ class Core(CoreSteps):
     @property
     def rewrites(self) -> int:
         """How many segments are still to be rewritten; `changing` counts them, too."""
-        return sum(target.rewrites for target in self.targets)
+        return sum(tier.compactor.rewrites for tier in self.owned)
 
     @property
     def unrewritten(self) -> int:
         """How many segments could not be rewritten, of those that were to be last."""
-        return sum(target.unrewritten for target in self.targets)
+        return sum(tier.compactor.unrewritten for tier in self.owned)
 
     @property
     def needs_steps(self) -> bool:
         """Whether compaction or a change goes on only if steps are made."""
-        rates = any(tier.compaction_rate for tier in self.tiers)
+        rates = any(tier.compaction_rate for tier in self.owned)
         return rates or self.changing > 0
 
     @property
     def unrecorded(self) -> bool:
         """Whether uses are still to be recorded on a tier, which takes up to a minute of steps."""
-        return any(tier.unrecorded for tier in self.tiers)
+        return any(tier.unrecorded for tier in self.owned)
 
     def set_policy(self, tier: int | None, policy: EvictionPolicy) -> None:
         """Let `policy` replace that of a tier, by its number, or of host memory (None)."""
@@ -395,7 +395,7 @@ class Core(CoreSteps):
 
     def segment_slots(self, tier: int) -> int:
         """Return how many chunks fit into a segment of a tier that this process owns."""
-        return self._settings.target(tier).segment_slots
+        return self._settings.owned(tier).slots.segment_slots
 
     def rewrite(self, tier: int, segments: Sequence[int]) -> None:
         """Copy the chunks of these segments of a tier to other slots; see `changing`."""

@@ -11,8 +11,9 @@ from collections.abc import Sequence
 from kvstore.core.eviction import Room
 from kvstore.core.host import HostPool
 from kvstore.core.pins import Pins
-from kvstore.core.residency.base import CopyTarget, TierView
+from kvstore.core.residency.base import TierView
 from kvstore.core.residency.index import Index
+from kvstore.core.residency.owned import OwnedTier
 from kvstore.core.step_budget import Budget
 from kvstore.core.usage import Chains
 from kvstore.policies.base import EvictionPolicy
@@ -68,7 +69,7 @@ class Settings:
         policies = [each.policy for each in self._migrating]
         keys = [each.left for each in policies if isinstance(each, _MIGRATIONS)]
         keys += [2 * len(place.policy) for place in self._next]
-        surplus = [tier.target.surplus for tier in self._tiers if tier.target is not None]
+        surplus = [tier.owned.surplus for tier in self._tiers if tier.owned is not None]
         return sum(keys) + max(0, self._pool.rows - self._rows) + sum(surplus)
 
     def _place(self, tier: int | None) -> HostPool | Index:
@@ -109,19 +110,19 @@ class Settings:
         self._pins.resized()
         self._progressed = True
 
-    def target(self, tier: int) -> CopyTarget:
+    def owned(self, tier: int) -> OwnedTier:
         """Return the tier of that number, which this process owns."""
-        target = self._tiers[tier].target
-        assert target is not None
-        return target
+        owned = self._tiers[tier].owned
+        assert owned is not None
+        return owned
 
     def rewrite(self, tier: int, segments: Sequence[int]) -> None:
         """Copy the chunks of these segments of a tier to other slots."""
-        self.target(tier).rewrite(segments)
+        self.owned(tier).compactor.rewrite(segments)
 
     def limit_segments(self, tier: int, most: Sequence[int], policy: EvictionPolicy) -> None:
         """Let a tier have so many segments on each device, and a policy for the chunks that fit."""
-        self.target(tier).limit_segments(most)
+        self.owned(tier).slots.limit(most)
         self.set_policy(tier, policy)
 
     def go_on(self, now: float) -> None:

@@ -90,6 +90,7 @@ class CoreSteps:
         self._pool = pool
         self.chunks = pool.chunks
         self.tiers = list(tiers)
+        self.owned = [tier.owned for tier in tiers if tier.owned is not None]
         self.now = 0.0
         self.era = 0
         self.on_remove: Callable[[Collection[bytes]], object] = lambda keys: None

@@ -156,8 +156,8 @@ class Jobs:
         """Return the moves that are due, to be handed to the engine in this order."""
         moves, self._due = self._due, []
         for tier in self.tiers:
-            compaction, own = tier.compaction(now), tier.due(now, after_owned=False)
-            due = [move for move in (own, compaction) if move is not None]
+            compaction = None if tier.owned is None else tier.owned.compaction(now)
+            due = [m for m in (tier.due(now, after_owned=False), compaction) if m is not None]
             moves += [self._hand_out(move, tier, now) for move in due]
         if self.target.queued:
             moves += [self._hand_out(move, self.target, now) for move in self._stores.due(now)]
@@ -206,10 +206,10 @@ class Jobs:
             tier.health.arrived(len(move.keys), started, completion.ended_by(now))
         elif move.op is Op.CASCADE:
             self._stores.ended(move, completion, now)
-        elif move.op is Op.GROW:
-            tier.growth_ended(completion.segments, now, False)
-        else:
-            tier.compacted(move, completion, now, False)
+        elif tier.owned is not None and move.op is Op.GROW:
+            tier.owned.growth_ended(completion.segments, now, False)
+        elif tier.owned is not None:
+            tier.owned.compacted(move, completion, now, False)
 
     def _promoted(self, tier: TierView, move: Move, completion: Completion, now: float) -> None:
         tier.index.end_reads(move.keys)

@@ -119,7 +119,7 @@ class Transfers:
         moves: list[Move] = []
         after_owned = self._has_peers and bool(self._clearing_targets())
         for tier, target in self._with_targets:
-            compaction = tier.compaction(now)
+            compaction = None if tier.owned is None else tier.owned.compaction(now)
             own = tier.due(now, after_owned=after_owned)
             if own is not None:
                 moves.append(self._hand_out(own, tier, now))
@@ -181,10 +181,10 @@ class Transfers:
         if overtaken:
             self.orphans.discard(move.id)
             self._pool.release_held(move.rows)
-        if move.op is Op.GROW:
-            tier.growth_ended(completion.segments, now, overtaken)
-        elif move.op in (Op.LIST, Op.RELOCATE, Op.SHRINK):
-            tier.compacted(move, completion, now, overtaken)
+        if tier.owned is not None and move.op is Op.GROW:
+            tier.owned.growth_ended(completion.segments, now, overtaken)
+        elif tier.owned is not None and move.op in (Op.LIST, Op.RELOCATE, Op.SHRINK):
+            tier.owned.compacted(move, completion, now, overtaken)
         elif overtaken or move.op is Op.ASK:
             pass
         elif move.op is Op.NOTE:

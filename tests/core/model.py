@@ -1214,7 +1214,7 @@ class World:
         self.cramped.clear()
         if self.moody is not None:
             self.moody.calm = True
-        for tier in core.tiers:
+        for tier in core.owned:
             # A segment that cannot be emptied is tried again for ever.
             tier.compact_at(0.0)
         for copy in list(self.late):

@@ -315,7 +315,7 @@ def test_a_chunk_that_left_and_came_back_during_its_move_stays_where_it_is() -> 
 
 def rewrite(rig: Rig, segments: Sequence[int], steps: int = 400, **more: Any) -> list[Move]:
     """Have segments rewritten; what the tier needs meanwhile for itself is done."""
-    rig.owned().rewrite(segments)
+    rig.owned().compactor.rewrite(segments)
     moves: list[Move] = []
     for _ in range(steps):
         moves += compact(rig, 1, **more)
@@ -355,7 +355,7 @@ def test_of_a_full_tier_the_coldest_chunks_make_room_for_the_first_copies() -> N
 
 def test_a_full_tier_is_rewritten_however_soon_steps_follow_one_another() -> None:
     rig = sparse(rate=0.0, live=SLOTS, max_segments=4)
-    rig.owned().rewrite(range(4))
+    rig.owned().compactor.rewrite(range(4))
     for _ in range(20_000):
         for move in rig.step(0.001):
             if move.op is Op.LIST:
@@ -451,7 +451,7 @@ def test_a_reset_leaves_nothing_that_could_not_be_copied() -> None:
 
 def test_what_a_closed_tier_was_to_rewrite_is_not_rewritten() -> None:
     rig = sparse(rate=0.0, live=5)
-    rig.owned().rewrite([1, 2])
+    rig.owned().compactor.rewrite([1, 2])
     rig.step(0.1)
     rig.core.reset(close_tiers=True)
     assert (rig.core.rewrites, rig.core.unrewritten) == (0, 2)
@@ -461,7 +461,7 @@ def test_a_segment_that_is_gone_is_not_rewritten_and_a_reset_ends_it() -> None:
     rig = sparse(rate=0.0)
     assert rewrite(rig, [17]) == []
     assert rig.core.changing == 0
-    rig.owned().rewrite([0, 1])
+    rig.owned().compactor.rewrite([0, 1])
     rig.step(0.1)
     rig.core.reset()
     assert rig.owned().compactor.rewrites == 0
@@ -470,9 +470,9 @@ def test_a_segment_that_is_gone_is_not_rewritten_and_a_reset_ends_it() -> None:
 def test_what_is_not_to_be_rewritten_any_more_stays() -> None:
     rig = sparse(rate=0.0, live=5)
     tier = rig.owned()
-    tier.rewrite([0, 1, 2, 3])
+    tier.compactor.rewrite([0, 1, 2, 3])
     compact(rig, 3)
-    tier.rewrite([])
+    tier.compactor.rewrite([])
     compact(rig)
     assert rig.core.changing == 0
     # The one that was begun may have been finished.

@@ -11,7 +11,7 @@ from abc import ABC, abstractmethod
 from collections import Counter, deque
 from collections.abc import Iterable, Sequence
 from itertools import chain
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from kvstore.core.chunk import Chunk
 from kvstore.core.residency.breaker import Breaker
@@ -24,11 +24,14 @@ from kvstore.policies.admission import AdmissionFilter
 from kvstore.policies.base import EvictionPolicy, Protected
 from kvstore.types import Changes, Completion, Flow, LogLine, Move, Op, RecoveredTier
 
+if TYPE_CHECKING:
+    from kvstore.core.residency.owned import OwnedTier
+
 __all__ = ["CopyTarget", "Store", "TierView", "Unordered"]
 
 
 class TierView(ABC):
-    """One slower tier. The defaults here are those of a tier that this process does not own.
+    """One slower tier.
 
     Attributes:
         number: its place among the tiers of the core, fastest first.
@@ -80,6 +83,11 @@ class TierView(ABC):
         return None
 
     @property
+    def owned(self) -> OwnedTier | None:
+        """The tier itself if this process assigns its slots."""
+        return None
+
+    @property
     def copies_ended(self) -> int:
         """How many of `copies_queued` have arrived or will not arrive."""
         return 0
@@ -102,62 +110,6 @@ class TierView(ABC):
         Args:
             after_owned: whether tiers that are written to are still to be cleared.
         """
-
-    def growth_ended(self, segments: Sequence[int], now: float, overtaken: bool) -> None:
-        """Take in the end of a growth move, which made these segments ready."""
-        raise AssertionError(f"tier {self.name} is not this process's to grow")
-
-    @property
-    def unrecorded(self) -> bool:
-        """Whether uses of chunks are still to be recorded."""
-        return False
-
-    # -- compaction --------------------------------------------------------------------
-
-    @property
-    def compaction_rate(self) -> float:
-        """Chunks that compaction may copy in a second; 0 without compaction."""
-        return 0.0
-
-    def compact_at(self, chunks_per_second: float) -> None:
-        """Set `compaction_rate`, if this process owns the tier."""
-        return
-
-    @property
-    def rewrites(self) -> int:
-        """Segments that are still to be rewritten."""
-        return 0
-
-    @property
-    def unrewritten(self) -> int:
-        """Segments that were to be rewritten last, and could not be."""
-        return 0
-
-    @property
-    def surplus(self) -> int:
-        """Number of segments that are to be emptied."""
-        return 0
-
-    @property
-    def segment_slots(self) -> int:
-        """Number of chunks that fit into a segment."""
-        raise AssertionError(f"tier {self.name} is not this process's to resize")
-
-    def rewrite(self, segments: Sequence[int]) -> None:
-        """Copy the chunks of these segments to other slots, as a copy has the newest key."""
-        raise AssertionError(f"tier {self.name} is not this process's to rewrite")
-
-    def limit_segments(self, most: Sequence[int]) -> None:
-        """Set how many segments there may be on each of the tier's devices."""
-        raise AssertionError(f"tier {self.name} is not this process's to resize")
-
-    def compaction(self, now: float) -> Move | None:
-        """Return the next move that empties a sparse segment, without its number."""
-        return None
-
-    def compacted(self, move: Move, completion: Completion, now: float, overtaken: bool) -> None:
-        """Take in the end of a compaction move, which a reset may have overtaken."""
-        raise AssertionError(f"tier {self.name} is not this process's to compact")
 
     # -- entries -----------------------------------------------------------------------
 

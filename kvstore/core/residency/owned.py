@@ -60,6 +60,10 @@ class OwnedTier(CopyTarget):
             self._drop_damaged,
         )
 
+    @property
+    def owned(self) -> OwnedTier:
+        return self
+
     def accepts(self, now: float) -> bool:
         slots = self.slots
         return (
@@ -183,9 +187,11 @@ class OwnedTier(CopyTarget):
 
     @property
     def unrecorded(self) -> bool:
+        """Whether uses of chunks are still to be recorded."""
         return self.index.recency.pending and self.health.alive
 
     def growth_ended(self, segments: Sequence[int], now: float, overtaken: bool) -> None:
+        """Take in the end of a growth move, which made these segments ready."""
         if overtaken:
             self.slots.growth_overtaken(segments)
         else:
@@ -211,26 +217,9 @@ class OwnedTier(CopyTarget):
         return self.compactor.due(now, idle and healthy)
 
     @property
-    def rewrites(self) -> int:
-        return self.compactor.rewrites
-
-    @property
-    def unrewritten(self) -> int:
-        return self.compactor.unrewritten
-
-    @property
     def surplus(self) -> int:
+        """Number of segments that are to be emptied."""
         return self.slots.surplus + self.compactor.rewrites
-
-    def rewrite(self, segments: Sequence[int]) -> None:
-        self.compactor.rewrite(segments)
-
-    def limit_segments(self, most: Sequence[int]) -> None:
-        self.slots.limit(most)
-
-    @property
-    def segment_slots(self) -> int:
-        return self.slots.segment_slots
 
     def _evict(self, count: int) -> None:
         self.slots.give(self.index.evict(count, ()))
@@ -241,12 +230,15 @@ class OwnedTier(CopyTarget):
 
     @property
     def compaction_rate(self) -> float:
+        """Chunks that compaction may copy in a second; 0 without compaction."""
         return self.compactor.rate
 
     def compact_at(self, chunks_per_second: float) -> None:
+        """Set `compaction_rate`."""
         self.compactor.set_rate(chunks_per_second)
 
     def compacted(self, move: Move, completion: Completion, now: float, overtaken: bool) -> None:
+        """Take in the end of a compaction move, which a reset may have overtaken."""
         if not overtaken:
             self.compactor.ended(move, completion, now)
         elif move.op is Op.SHRINK and completion.error is None:
