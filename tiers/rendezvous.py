@@ -239,15 +239,13 @@ class Rendezvous:
         if shape != self._shape:
             os.close(fd)
             raise OtherShapeError(
-                f"shared memory {self._name!r} has the shape (rows x bytes of a row x bytes in "
-                f"use) {shape}, not {self._shape}: all processes of one server must use the same "
-                "sizes"
+                f"shared memory {self._name!r} has {shape} (rows, bytes of a row, and of it in "
+                f"use), not {self._shape}: all processes of one server must use the same sizes"
             )
         return fd
 
     def _count_in(self, fd: int) -> None:
         """Take a place among the processes; the last one seals the memory.
-
 
         A place is a lock on one byte, which ends with the process that holds it.
         """

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence, Sized
-from itertools import islice, pairwise
+from collections.abc import Callable, Iterable, Sequence, Sized
+from itertools import islice, pairwise, repeat
 from typing import Any
 
 import numpy as np
@@ -90,12 +90,13 @@ def chunks_of(buffers: Iterable[object], count: int, size: int) -> list[npt.NDAr
     """The bytes of `count` buffers of `size` bytes each.
 
     Raises:
-        KVStoreError: for another number of buffers, one that is no chunk, or an iterator that
-            fills the same memory again and again.
+        KVStoreError: for another number of buffers, one that is no chunk, or an iterable, not a
+            sequence, that gives the same memory again and again.
     """
     taken = _each_of(buffers, "chunks", count, lambda buffer: bytes_of(buffer, size))
-    if isinstance(buffers, Iterator):
-        filled = [_address(each) for each in taken if each.flags.writeable]
+    if not isinstance(buffers, (Sequence, np.ndarray, repeat)) and not _is_tensor(buffers):
+        # Bytes do not change.
+        filled = [_address(each) for each in taken if not isinstance(each.base, bytes)]
         if len(set(filled)) < len(filled):
             raise KVStoreError(
                 "two of the buffers are the same memory: all are gathered before one is copied, "
@@ -138,7 +139,12 @@ def _each_of(
 
 
 def _address(array: npt.NDArray[np.uint8]) -> int:
-    return array.ctypes.data
+    place: int = array.__array_interface__["data"][0]
+    return place
+
+
+def _is_tensor(value: object) -> bool:
+    return hasattr(value, "detach") and hasattr(value, "untyped_storage")
 
 
 def bytes_of(buffer: object, size: int) -> npt.NDArray[np.uint8]:
@@ -149,7 +155,7 @@ def bytes_of(buffer: object, size: int) -> npt.NDArray[np.uint8]:
     """
     flat: npt.NDArray[np.uint8]
     try:
-        if hasattr(buffer, "detach") and hasattr(buffer, "untyped_storage"):
+        if _is_tensor(buffer):
             import torch
 
             if not isinstance(buffer, torch.Tensor):

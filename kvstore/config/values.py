@@ -48,6 +48,9 @@ MAX_SECONDS = 10**9
 MAX_BYTES = 2**60
 """Largest size that is accepted; a larger one must be a mistake."""
 
+_NO_PATH = re.compile(r"[~$]|[A-Za-z][\w+.-]*:/")
+"""What is not expanded, and an address, whose slashes a path may have folded."""
+
 Size = int | str
 """Bytes, or text such as "64GiB"."""
 
@@ -164,14 +167,14 @@ def _path(value: object, what: str) -> Path:
             raise ValueError("empty, or not a path")
         if b"\0" in os.fsencode(value):
             raise ValueError("a zero byte")
-        path = os.path.expanduser(value)
+        path = Path(os.path.expanduser(value))
     except (TypeError, ValueError, RuntimeError) as error:
         raise ValueError(f"must be the path of a {what}") from error
-    if str(path).startswith(("~", "$")) or "://" in str(path):
+    if _NO_PATH.match(str(path)):
         raise ValueError(
             f"must be the path of a {what}: no address, no variable and no user that is unknown"
         )
-    return Path(path).absolute()
+    return path.absolute()
 
 
 def file_path(value: FilePath) -> Path:
@@ -190,8 +193,9 @@ def folders(value: FilePath | Sequence[FilePath]) -> Path | tuple[Path, ...]:
 def socket(value: FilePath) -> str:
     if isinstance(value, (str, os.PathLike)) and str(value).strip():
         where = os.fspath(value)
-        if isinstance(where, str) and "\0" not in where:
-            return os.path.expanduser(where)
+        where = os.path.expanduser(where) if isinstance(where, str) else "~"
+        if "\0" not in where and not _NO_PATH.match(where):
+            return where
     raise ValueError("must be the path of a socket, or HOST:PORT of a loopback address")
 
 

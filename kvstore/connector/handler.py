@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from kvstore.connector.mediums import DeviceLoadStoreSpec, HostLoadStoreSpec, LoadStoreSpec
-from kvstore.errors import KVStoreError
 from kvstore.types import about
 
 if TYPE_CHECKING:
@@ -78,17 +77,20 @@ class OffloadingHandler(ABC):
     ) -> None:
         self._release = release
         self._joined = joined
+        self._told = False
 
-    def _check(self) -> None:
-        """
-        Raises:
-            KVStoreError: if the scheduler has other host memory.
-        """
-        if not self._joined():
-            raise KVStoreError(
+    def _shares(self) -> bool:
+        """Whether the scheduler has this host memory; logs once that it does not."""
+        if self._joined():
+            return True
+        if not self._told:
+            logger.error(
                 "this worker does not share the host memory of its scheduler, as it was started "
-                "after it: start the whole server again"
+                "after it: all transfers fail until the whole server is started again",
+                extra=about("worker.alone"),
             )
+        self._told = True
+        return False
 
     @abstractmethod
     def transfer_async(self, job_id: int, spec: TransferSpec) -> bool:
@@ -126,9 +128,11 @@ class HostHandler(OffloadingHandler):
         copies = self._copies
         if copies is None:
             return False
+        if not self._shares():
+            self._done.append(TransferResult(job_id, False))
+            return True
         started = time.perf_counter()
         try:
-            self._check()
             if isinstance(source, DeviceLoadStoreSpec) and isinstance(target, HostLoadStoreSpec):
                 moved = copies.store(source, target)
             elif isinstance(source, HostLoadStoreSpec) and isinstance(target, DeviceLoadStoreSpec):
@@ -183,13 +187,15 @@ class CudaHandler(OffloadingHandler):
         if copies is None:
             return False
         ticket: Ticket | None = None
+        if not self._shares():
+            self._queue.append((job_id, ticket))
+            return True
         try:
             host, device = (target, source) if self._store else (source, target)
             if not isinstance(host, HostLoadStoreSpec) or not isinstance(
                 device, DeviceLoadStoreSpec
             ):
                 return _refuse(job_id, source, target)
-            self._check()
             ticket = copies.store(device, host) if self._store else copies.load(host, device)
         except Exception:
             logger.exception(

@@ -354,9 +354,10 @@ def _place(config: ServerConfigLike, workers: int) -> tuple[str, int | None]:
             "processes of their own find each other"
         )
     rank = parallel.rank
-    if not isinstance(rank, int) or isinstance(rank, bool) or not 0 <= rank < workers:
+    whole = hasattr(rank, "__index__") and not isinstance(rank, bool)
+    if not whole or not 0 <= rank < workers:
         raise ConfigError(f"rank = {rank!r}: must be a whole number from 0 to {workers - 1}")
-    return name, rank
+    return name, int(rank)
 
 
 def _block_dim(backend: Any, layer: str) -> int:

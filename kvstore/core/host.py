@@ -101,7 +101,7 @@ class HostPool:
     @property
     def ahead(self) -> int:
         """Rows to be kept free, or soon free, ahead of need: the same part of those in use."""
-        return self._reserve * self.rows // self.allocated
+        return -(-self._reserve * self.rows // self.allocated)
 
     @property
     def free(self) -> int:

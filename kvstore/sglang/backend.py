@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -37,9 +38,6 @@ OWN = "kvstore"
 
 KV = "kv"
 """Name of the pool of attention, which every model has."""
-
-DRAFT = "draft"
-"""How the names of pools of a draft model begin."""
 
 SHARDED = ("mamba",)
 """Pools whose pages differ between ranks even where all ranks hold the same attention."""
@@ -152,7 +150,7 @@ class HiCacheKVStore(HiCacheStorage):
                     f"{key}: the codec encodes {dtype}, and SGLang's pool {pool.name} has {held}"
                 )
         engine = self._engine
-        of_draft = pool.by_heads and pool.name.startswith(DRAFT)
+        of_draft = pool.by_heads and pool.is_draft
         if of_draft and engine.is_mla_model and engine.tp_size > 1:
             raise ConfigError(
                 f"SGLang's pool {pool.name} is split by heads, and of a model with latent "
@@ -194,16 +192,19 @@ class HiCacheKVStore(HiCacheStorage):
                 f"{OWN}.identity: SGLang's pool {pool.name} holds bytes, and SGLang does not say "
                 'what they are: name it, as in {"kv_cache_dtype": "fp8_e4m3"}'
             )
+        # Which layers a stage has may be configured, and the stages still be as large.
+        stage = [pool.layers, os.environ.get("SGLANG_PP_LAYER_PARTITION")]
         shared = engine.is_mla_model and pool.name not in SHARDED
         return {
             "model": engine.model_name,
             "engine": "sglang",
             "pool": pool.name,
             "kv_cache_dtype": numbers,
-            "draft": told.get("draft") if pool.name.startswith(DRAFT) else None,
+            "draft": told.get("draft") if pool.has_draft else None,
+            **told.get("settings", {}),
             **pool.format,
             "tp": None if shared else [engine.tp_rank, engine.tp_size],
-            "pp": [engine.pp_rank, engine.pp_size],
+            "pp": [engine.pp_rank, engine.pp_size, *(stage if engine.pp_size > 1 else ())],
             "cp": [engine.attn_cp_rank, engine.attn_cp_size],
             "dcp": [engine.dcp_rank, engine.dcp_size, engine.logical_page_size],
             "heads": [bool(engine.should_split_heads), engine.tp_lcm_size],

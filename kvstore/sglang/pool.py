@@ -26,6 +26,9 @@ __all__ = ["Moves", "Pool", "keys_of", "served"]
 
 logger = logging.getLogger("kvstore")
 
+DRAFT = "draft"
+"""How the names of pools of a draft model begin."""
+
 MOST_ASKED = 64
 """Pages of states that a store is asked about, one by one, for one prompt."""
 
@@ -71,6 +74,11 @@ class Pool:
             for name, value in sorted(vars(pool).items())
             if isinstance(value, torch.dtype)
         }
+        self.layers = [getattr(pool, name, None) for name in ("start_layer", "end_layer")]
+        self.is_draft = name.startswith(DRAFT)
+        # Layers of a draft model may lie behind those of the target.
+        layers = getattr(pool, "layer_num", 0)
+        self.has_draft = self.is_draft or layers > getattr(pool, "target_layer_num", layers)
         self.by_heads = isinstance(pool, MHATokenToKVPoolHost)
         self.page_bytes = sum(parts)
         self.bytes = pool.size * pool.size_per_token
@@ -226,6 +234,10 @@ class Moves:
             self.written_gbps.append(pages * size / 1e9 / seconds)
 
 
+COUNTS = ("revision", "quantization", "quantization_param_path", "json_model_override_args")
+"""Settings of SGLang's model that decide what the numbers of its KV cache are."""
+
+
 def served() -> dict[str, Any]:
     """What SGLang's server was told of numbers and of a draft model; nothing without a server."""
     try:
@@ -235,7 +247,12 @@ def served() -> dict[str, Any]:
     draft = [spec.speculative_draft_model_path, spec.speculative_draft_model_revision]
     # Those of NVIDIA and of AMD have one name.
     numbers = f"{model.kv_cache_dtype}{' of ROCm' if torch.version.hip else ''}"
-    return {"kv_cache_dtype": numbers, "draft": [*draft, spec.speculative_draft_kv_cache_dtype]}
+    told = {name: getattr(model, name, None) for name in COUNTS}
+    return {
+        "kv_cache_dtype": numbers,
+        "draft": [*draft, spec.speculative_draft_kv_cache_dtype],
+        "settings": {name: value for name, value in told.items() if value not in (None, "", "{}")},
+    }
 
 
 def _memory(pointer: int, size: int) -> _Bytes:

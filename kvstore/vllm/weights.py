@@ -57,6 +57,8 @@ class LiveWeights:
         self._workers = len(known)
         self._readable = not moving
         self._known = self._whole(known)
+        # What could not be read at the start is not tried again, which takes its time.
+        self._readable = self._known is not None
         # What the workers have told in the last look.
         self._told: dict[int, str | None] = {}
         self._until = 0.0
@@ -154,10 +156,8 @@ def _is_packed(module: torch.nn.Module) -> bool:
     the CPU do.
     """
     own = dict(module.named_parameters(recurse=False))
-    if any(name.endswith("weight") and not one.numel() for name, one in own.items()):
-        return True
     if not isinstance(module, LinearBase):
-        return False
+        return "weight" in own and not own["weight"].numel()
     wide = getattr(module, "input_size_per_partition", module.input_size)
     high = getattr(module, "output_size_per_partition", module.output_size)
     held = sum(one.numel() * one.element_size() for one in own.values())

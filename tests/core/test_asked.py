@@ -458,3 +458,19 @@ def test_no_move_is_unknown() -> None:
     rig.ended.append(Completion(NO_MOVE, []))
     rig.step()
     assert rig.stats.stray == 1
+
+
+def test_a_question_of_which_a_part_was_answered_counts_and_the_store_is_left_alone() -> None:
+    rig = with_store()
+    assert rig.ask(KEYS) is None
+    rig.step()
+    (move,) = questions(rig)
+    rig.moves.remove(move)
+    ok = [key in KEYS[:2] for key in KEYS]
+    rig.ended.append(Completion(move.id, ok, error="too slow", unread=range(4, 6)))
+    rig.step()
+    assert rig.stats.tiers[0].away
+    assert (rig.stats.tiers[0].found, rig.stats.tiers[0].unanswered) == (2, 2)
+    store = rig.core.tiers[0].store
+    assert store is not None
+    assert [store.answers.is_absent(key, rig.core.now) for key in KEYS[3:5]] == [True, False]

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from kvstore.core.host import HostPool
 from kvstore.core.settings import MOST_CHANGES
 from kvstore.policies import create_policy
 from kvstore.policies.migration import Migration
@@ -112,6 +113,13 @@ def test_rows_are_given_up_and_come_back() -> None:
     assert rig.stats.rows == 8
     rig.put(B)
     assert rig.stats.chunks == 8
+
+
+def test_a_part_of_the_rows_is_kept_free_however_few_there_are() -> None:
+    pool = HostPool(100, create_policy("lru", 100), reserve=3)
+    assert pool.ahead == 3
+    pool.withhold(99)
+    assert (pool.rows, pool.ahead) == (1, 1)
 
 
 def test_rows_in_use_are_given_up_when_they_are_free() -> None:

@@ -165,6 +165,39 @@ def test_states_of_other_numbers_are_not_found(tmp_path: Path) -> None:
     assert found == [False, False, True]
 
 
+def test_a_stage_of_a_pipeline_finds_the_pages_of_its_own_layers_alone(tmp_path: Path) -> None:
+    """Where stages begin may be configured, and as many layers be others."""
+    names, indices = _names(4), torch.arange(4 * PAGE)
+    found = []
+    for start in (18, 22, 18):
+        host = attention("page_first")
+        host.start_layer, host.end_layer = start, start + host.layer_num
+        one = HiCacheKVStore(config(extra(tmp_path), pp_rank=1, pp_size=3))
+        one.register_mem_pool_host(host)
+        one.on_host_pools_registered()
+        found.append(one.batch_exists(names))
+        one.batch_set_v1(names, indices)
+        one.close()
+    assert found == [0, 0, 4]
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_layers_of_a_draft_in_the_targets_pages_are_those_of_that_draft(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, packed: bool
+) -> None:
+    names, indices = _names(4), torch.arange(4 * PAGE)
+    found = []
+    for draft in ("a", "b", "a"):
+        told = {"kv_cache_dtype": "auto", "draft": [draft, None, None]}
+        monkeypatch.setattr("kvstore.sglang.backend.served", lambda told=told: told)
+        host = attention("page_first")
+        host.target_layer_num = host.layer_num - packed
+        with _backend(host, extra(tmp_path)) as one:
+            found.append(one.batch_exists(names))
+            one.batch_set_v1(names, indices)
+    assert found == ([0, 0, 4] if packed else [0, 4, 4])
+
+
 def test_heads_of_a_draft_are_not_shared_between_ranks(tmp_path: Path) -> None:
     """Of a model with latent attention SGLang's first rank stores for all."""
     draft = attention("page_first", seed=1)

@@ -66,6 +66,26 @@ async def test_a_generator_that_fills_one_buffer_again_and_again_is_refused(
         assert await contents(store, keys) == payloads(keys)
 
 
+async def test_nor_may_another_iterable_do_so(open_store: Open) -> None:
+    keys, stage = keys_of("a", 3), bytearray(CHUNK)
+
+    class Reader:
+        def __init__(self, view: Callable[[], object]) -> None:
+            self.view = view
+
+        def __iter__(self) -> Iterator[object]:
+            for data in payloads(keys):
+                stage[:] = data
+                yield self.view()
+
+    async with open_store(rows=8) as store:
+        for view in (lambda: stage, lambda: memoryview(stage).toreadonly()):
+            with pytest.raises(KVStoreError, match="the same memory"):
+                await store.put(keys, Reader(view))
+        for same in (itertools.repeat(stage, 3), (bytes(CHUNK) for _ in keys), [stage] * 3):
+            assert await store.put(keys, same) == 3
+
+
 async def test_no_more_buffers_are_taken_than_there_are_keys(open_store: Open) -> None:
     asked = itertools.count()
     async with open_store(rows=8) as store:

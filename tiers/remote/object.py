@@ -19,7 +19,7 @@ from urllib.parse import unquote, urlsplit
 
 from kvstore.tiers.disk.namespace import Namespace
 from kvstore.tiers.disk.trust import Trust
-from kvstore.tiers.remote.client import MOST_UNREAD, StoreClient, StoreError, Unread
+from kvstore.tiers.remote.client import StoreClient, StoreError, Unread
 from kvstore.tiers.remote.directory import WAVE, DirectoryClient
 from kvstore.tiers.remote.mount import Mount
 from kvstore.tiers.remote.record import RECORD_BYTES
@@ -240,20 +240,12 @@ class _Client:
     async def get(
         self, names: Sequence[str], payloads: Sequence[memoryview]
     ) -> list[bytes | str | None]:
-        read = unread = 0
-
         async def one(name: str, payload: memoryview) -> bytes | str | None:
-            nonlocal read, unread
             try:
-                record = await ranges(name, payload, RECORD_BYTES + len(payload))
-            except StoreError as error:
-                # Perhaps this one alone, as one that is archived.
-                unread += 1
-                if unread >= MOST_UNREAD and not read:
-                    raise
+                return await ranges(name, payload, RECORD_BYTES + len(payload))
+            except _UnreadError as error:
+                # The next write replaces it.
                 return Unread(error)
-            read += 1
-            return record
 
         async def ranges(name: str, payload: memoryview, size: int) -> bytes | None:
             first = await self._range(name, 0, min(size, RANGE_BYTES))
@@ -325,13 +317,13 @@ class _Client:
             size, part = await self._call(read)
         except FileNotFoundError:
             return None
-        except StoreError:
+        except StoreError as error:
             # A shorter value has no such range, for which each store has its own error.
             size_now = await self._size(name)
             if size_now is None:
                 return None
             if size_now > start:
-                raise
+                raise _UnreadError(str(error)) from error
             return size_now, memoryview(b"")
         return size, part
 
@@ -365,8 +357,13 @@ class _Client:
             first: BaseException = failed
             while isinstance(first, BaseExceptionGroup):
                 first = first.exceptions[0]
-            raise StoreError(str(first)) from None
+            kind = _UnreadError if isinstance(first, _UnreadError) else StoreError
+            raise kind(str(first)) from None
         return [task.result() for task in tasks]
+
+
+class _UnreadError(StoreError):
+    """The store answers, and does not give this value, as one that is archived."""
 
 
 def _summary(error: Exception) -> str:

@@ -67,8 +67,10 @@ class AskedTier(Store):
         self._now = now
         if move.op is Op.ASK:
             self._answered(move.keys, completion, now)
-        if len(completion.unread) == len(move.keys) > 0:
-            self._failed = move.keys[:1]
+        unread = completion.unread
+        # A question ends with the first wave that is not answered.
+        if len(unread) == len(move.keys) > 0 or (unread and move.op is Op.ASK):
+            self._failed = [move.keys[unread[0]]]
             return self.health.failed(move.op, now, completion.error)
         return self.health.went_well(move.op)
 

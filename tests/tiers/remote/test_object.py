@@ -444,6 +444,11 @@ async def test_a_value_that_cannot_be_read_costs_no_other_and_four_are_the_store
     assert list(done.unread) == []
     # It is there; when it is written it is replaced.
     assert (await bench.tier.holds(keys)).ok == [True] * 16
+    # However many: others of the same batch can be read.
+    bad.update(key.hex() for key in keys[4:10])
+    done = await bench.tier.read(keys, [0] * 16, rows)
+    assert done.ok == [not 4 <= n <= 10 for n in range(16)]
+    assert list(done.unread) == []
     bad.update(key.hex() for key in keys)
     done = await bench.tier.read(keys, [0] * 16, rows)
     assert list(done.unread) == rows
