@@ -12,6 +12,7 @@ threads here; a fault is a task that failed, or an object that is not there.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import logging
 import threading
@@ -259,14 +260,18 @@ class KVStoreL2Adapter(L2AdapterInterface):
         names = [self._key(key) for key in keys]
         buffers = [one.byte_array for one in objects]
         filled: list[int] = []
-        at = 0
-        for held, run in groupby(self._store.contains(names)):
-            end = at + len(list(run))
-            while held and at < end:
-                count = self._store.get_into(names[at:end], buffers[at:end], timeout=self._timeout)
-                filled += range(at, at + count)
-                at += count + 1  # The one after them is not there any more.
-            at = end
+        at, until = 0, time.monotonic() + self._timeout
+        with contextlib.suppress(TimeoutError):
+            for held, run in groupby(self._store.contains(names)):
+                end = at + len(list(run))
+                while held and at < end:
+                    left = max(0.0, until - time.monotonic())
+                    count = self._store.get_into(names[at:end], buffers[at:end], timeout=left)
+                    filled += range(at, at + count)
+                    at += count + 1  # The one after them is not there any more.
+                at = end
+        if not filled and time.monotonic() >= until:
+            raise TimeoutError(f"no object came within {self._timeout:g} s")
         if filled:
             self._notify_keys_accessed([keys[at] for at in filled])
         return _bitmap(len(keys), filled)
