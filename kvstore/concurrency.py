@@ -75,7 +75,7 @@ def in_thread(call: Callable[[], _T], executor: Executor) -> asyncio.Future[_T]:
                 future.set_exception(error)
 
     try:
-        executor.submit(run)
+        asyncio.get_running_loop().run_in_executor(executor, run)
     except RuntimeError:
         # By then an executor may have queued it, and would make it when a thread becomes free.
         if future.cancel():

@@ -3,7 +3,8 @@
 A request looks up its prompt, gets the chunks that are found and puts the rest. A caller may
 name the request. Calls without a name are matched by their keys:
 
-* lookups of the same keys are one request until its chunks are got;
+* lookups of the same keys are one request until its chunks are got, or until it was told a part of
+  them and is asked again later: others may have stored the rest;
 * a get belongs to an answered lookup of the same prompt, complete or in part: one
   list of keys begins with the other, as ``get(keys[:resolved])`` does;
 * a put belongs to a get or lookup of the same prompt, or continues where the get ended.
@@ -35,6 +36,9 @@ __all__ = ["Prompt", "Prompts", "Share", "UnderWay"]
 UNNAMED_SECONDS = 0.25
 """How long chunks are kept for an unnamed lookup that is not repeated, when others need room."""
 
+ANEW_SECONDS = 2.0
+"""After so long an unnamed lookup that found a part of its keys begins anew when it is repeated."""
+
 LINGER_SECONDS = 30.0
 """How long after its last call a request may still be continued."""
 
@@ -49,7 +53,6 @@ MOST_ENDS = 8
 
 MOST_LAPSES = 64
 """Most unnamed lookups that one step looks at."""
-
 
 Record = Callable[[Sequence[Sequence[bytes]], float], None]
 
@@ -144,6 +147,10 @@ class Prompts:
             return self._named(request, keys, now)
         place = (len(keys), keys[-1])
         prompt = self._asked.get(place)
+        late = prompt is not None and not prompt.busy and now - prompt.since >= ANEW_SECONDS
+        if prompt is not None and late and prompt.told is not None and prompt.told < len(keys):
+            self.end(prompt)
+            prompt = None
         if prompt is None:
             prompt = self._asked[place] = self._begin(keys, now)
         self._heard(prompt, now)
@@ -319,18 +326,12 @@ class Prompts:
 
     def _answered(self, keys: Sequence[bytes]) -> Prompt | None:
         """Return the answered lookup of the prompt whose keys are got."""
-        found: Prompt | None = None
-        for prompt in self._heads.get(keys[0], {}).values():
-            if (
-                prompt.stage is Stage.ASKED
-                and prompt.told is not None
-                and _agree(prompt.keys, keys)
-                and (found is None or prompt.told == len(keys))
-            ):
-                found = prompt
-                if prompt.told == len(keys):
-                    break
-        return found
+        found = [
+            prompt
+            for prompt in self._heads.get(keys[0], {}).values()
+            if prompt.stage is Stage.ASKED and prompt.told is not None and _agree(prompt.keys, keys)
+        ]
+        return max(found, key=lambda prompt: prompt.told == len(keys), default=None)
 
     def _continued(self, keys: Sequence[bytes]) -> Prompt | None:
         """Return the request whose get or put ended where `keys` begin."""
@@ -403,8 +404,7 @@ def _agree(one: Sequence[bytes], other: Sequence[bytes], start: int = 0) -> bool
 
 
 def _take_out(table: dict[bytes, dict[str, Prompt]], key: bytes, prompt: Prompt) -> None:
-    found = table.get(key)
-    if found is not None:
+    if (found := table.get(key)) is not None:
         found.pop(prompt.id, None)
         if not found:
             del table[key]

@@ -15,6 +15,7 @@ import pytest
 import kvstore
 from kvstore.api.store import Store
 from kvstore.config import Config
+from kvstore.core.residency.remote_answers import MOST_ANSWERS, Answers
 from kvstore.errors import ConfigError
 from kvstore.tiers.remote.directory import DirectoryClient
 from kvstore.tiers.remote.record import RECORD_BYTES
@@ -366,3 +367,26 @@ async def test_what_is_not_for_a_store_is_refused(
         tiers = [{"type": "redis", **more}]
         async with kvstore.open(Config.from_mapping({**small(tmp_path), "tiers": tiers})):
             pass
+
+
+async def test_an_unnamed_lookup_that_is_repeated_finds_what_others_store_meanwhile(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("kvstore.engine.unnamed_requests.ANEW_SECONDS", 0.05)
+    monkeypatch.setattr(Answers.__init__, "__defaults__", (MOST_ANSWERS, 0.05))
+    tier = {"type": "object", "url": (tmp_path / "share").as_uri()}
+    config = {**small(tmp_path), "tiers": [tier]}
+    async with kvstore.open(config) as one, kvstore.open(config) as other:
+        assert await other.resolve(KEYS) == 0
+        await one.put(KEYS[:4], payloads(KEYS[:4]))
+        await saved(one)
+        async with asyncio.timeout(PATIENCE):
+            while await other.resolve(KEYS) != 4:
+                await asyncio.sleep(0.02)
+        await one.put(KEYS, payloads(KEYS))
+        await saved(one)
+        async with asyncio.timeout(PATIENCE):
+            while await other.resolve(KEYS) != 6:
+                await asyncio.sleep(0.02)
+        assert await contents(other, KEYS) == payloads(KEYS)
+        assert other.stats().busy_rows == 0
