@@ -27,7 +27,7 @@ from vllm.v1.worker.worker_base import WorkerBase
 
 from kvstore.types import about
 from kvstore.vllm.formats import layers_of_worker
-from kvstore.vllm.weights import digest_of_worker
+from kvstore.vllm.weights import WeightsUnreadableError, digest_of_worker
 
 __all__ = [
     "Engine",
@@ -196,10 +196,12 @@ def weights_of(worker: Any) -> str | None:
     began = time.monotonic()
     try:
         digest = digest_of_worker(worker)
-    except Exception:
-        logger.exception(
+    except Exception as error:
+        logger.error(
             "the weights in memory cannot be read: no pause keeps the cache, and slower tiers "
-            "are not used after it",
+            "are not used after it (%s)",
+            error,
+            exc_info=not isinstance(error, WeightsUnreadableError),
             extra=about("weights.unreadable"),
         )
         return None

@@ -20,7 +20,7 @@ from vllm.model_executor.layers.linear import LinearBase
 
 from kvstore.types import about
 
-__all__ = ["LiveWeights", "digest_of_worker"]
+__all__ = ["LiveWeights", "WeightsUnreadableError", "digest_of_worker"]
 
 logger = logging.getLogger("kvstore")
 
@@ -143,10 +143,12 @@ def _tensors(model: Any, until: float) -> Iterator[tuple[str, torch.Tensor]]:
         for name, tensor in model.state_dict().items():
             if isinstance(tensor, torch.Tensor) and tensor.device.type != "meta":
                 yield name, tensor
-        for name, module in model.named_modules():
-            if _is_packed(module):
-                for tensor in _unpacked(name, module, until):
-                    yield f"{name} packed", tensor
+        packed = {name: module for name, module in model.named_modules() if _is_packed(module)}
+        left = sum(_width(module) or 0 for module in packed.values())
+        for name, module in packed.items():
+            for tensor in _unpacked(name, module, until, left):
+                yield f"{name} packed", tensor
+            left -= _width(module) or 0
 
 
 def _is_packed(module: torch.nn.Module) -> bool:
@@ -165,27 +167,44 @@ def _is_packed(module: torch.nn.Module) -> bool:
     return bool(8 * held < wide * high)
 
 
-def _unpacked(name: str, module: torch.nn.Module, until: float) -> Iterator[torch.Tensor]:
+def _held(module: torch.nn.Module) -> list[Any]:
+    """What the kernel of a linear layer holds."""
+    kernel = getattr(module, "cpu_linear", None)
+    return [cell.cell_contents for cell in getattr(kernel, "__closure__", None) or ()]
+
+
+def _width(module: torch.nn.Module) -> int | None:
+    """Rows of a weight that is read through its kernel; None if it is read otherwise."""
+    return next((int(one.k) for one in _held(module) if hasattr(one, "handler_tensor")), None)
+
+
+def _unpacked(
+    name: str, module: torch.nn.Module, until: float, left: int
+) -> Iterator[torch.Tensor]:
     """What the kernel for a linear layer holds, or the weight in rows, read through it.
 
     The product with a row of the unit matrix is a row of the weight, exactly.
+
+    Args:
+        left: rows that are still to be read so, of all layers.
     """
-    kernel = getattr(module, "cpu_linear", None)
-    held = [cell.cell_contents for cell in getattr(kernel, "__closure__", None) or ()]
-    tensors = [one for one in held if isinstance(one, torch.Tensor)]
+    tensors = [one for one in _held(module) if isinstance(one, torch.Tensor)]
     if tensors:
         yield from tensors
         return
-    wide = next((one.k for one in held if hasattr(one, "handler_tensor")), None)
-    if kernel is None or wide is None:
+    wide = _width(module)
+    if wide is None:
         raise WeightsUnreadableError(f"the weight of {name} is packed, and cannot be read")
+    began = time.monotonic()
     for start in range(0, wide, PROBED):
-        if time.monotonic() > until:
+        now = time.monotonic()
+        # Far too many are given up at once.
+        if now > until or (start and (now - began) / start * left > 4 * PROBE_S):
             raise WeightsUnreadableError(f"packed weights are not read within {PROBE_S:g} s")
         rows = torch.arange(start, min(start + PROBED, wide))
         units = torch.zeros(len(rows), wide, dtype=module.weight.dtype)
         units[torch.arange(len(rows)), rows] = 1
-        yield kernel(units, module.weight, None)
+        yield module.cpu_linear(units, module.weight, None)
 
 
 def _sums(tensor: torch.Tensor, factors: torch.Tensor) -> Iterator[torch.Tensor]:
