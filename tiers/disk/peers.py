@@ -17,6 +17,8 @@ from functools import partial
 
 import numpy as np
 
+from kvstore.concurrency import Daemons
+from kvstore.errors import KVStoreError
 from kvstore.tiers.base import Tier, Transfer
 from kvstore.tiers.disk.extents import Extent, Reading, cut_batches, cut_extents
 from kvstore.tiers.disk.places import Places
@@ -296,9 +298,10 @@ class PeerLanes(Tier):
         """Know only what `known` does from now on."""
         before = [self._known]
         self._known = known
-        # Segments close their files when the last that uses them has ended: not on the loop.
+        # Segments close their files when the last that uses them has ended: not on the loop, whose
+        # own threads may be busy with calls that wait for the store.
         try:
-            await asyncio.get_running_loop().run_in_executor(None, before.clear)
-        except RuntimeError:
-            # The interpreter ends, and takes no work for its threads any more.
+            await asyncio.wrap_future(Daemons("kvstore-peers").submit(before.clear))
+        except KVStoreError:
+            # No thread can be started any more, as when the interpreter ends.
             before.clear()
