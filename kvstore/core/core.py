@@ -424,6 +424,13 @@ class Core(CoreSteps):
             chunk is not None and any(t.accepts(self.now) for t in self._cascades.demoting)
         )
 
+    def may_come(self, key: bytes) -> bool:
+        """Whether a request that asks anew could get the chunk from a tier."""
+        stores = [tier.store for tier in self.tiers if tier.store is not None]
+        return any(key in tier.entries for tier in self.tiers) or any(
+            store.worth_asking and store.unknown(key) for store in stores
+        )
+
     def save(self) -> None:
         """Copy to every tier the chunks that it would otherwise get only when they are given up."""
         self._uses.tell_all()

@@ -3,8 +3,7 @@
 A request looks up its prompt, gets the chunks that are found and puts the rest. A caller may
 name the request. Calls without a name are matched by their keys:
 
-* lookups of the same keys are one request until its chunks are got, or until it was told a part of
-  them and is asked again later: others may have stored the rest;
+* lookups of the same keys are one request until its chunks are got, or more of them may be there;
 * a get belongs to an answered lookup of the same prompt, complete or in part: one
   list of keys begins with the other, as ``get(keys[:resolved])`` does;
 * a put belongs to a get or lookup of the same prompt, or continues where the get ended.
@@ -37,7 +36,7 @@ UNNAMED_SECONDS = 0.25
 """How long chunks are kept for an unnamed lookup that is not repeated, when others need room."""
 
 ANEW_SECONDS = 2.0
-"""After so long an unnamed lookup that found a part of its keys begins anew when it is repeated."""
+"""After so long an unnamed lookup that lacks a chunk begins anew when it may get that by now."""
 
 LINGER_SECONDS = 30.0
 """How long after its last call a request may still be continued."""
@@ -147,8 +146,9 @@ class Prompts:
             return self._named(request, keys, now)
         place = (len(keys), keys[-1])
         prompt = self._asked.get(place)
-        late = prompt is not None and not prompt.busy and now - prompt.since >= ANEW_SECONDS
-        if prompt is not None and late and prompt.told is not None and prompt.told < len(keys):
+        told = len(keys) if prompt is None or prompt.told is None or prompt.busy else prompt.told
+        late = prompt is not None and now - prompt.since >= ANEW_SECONDS
+        if prompt is not None and late and told < len(keys) and self._core.may_come(keys[told]):
             self.end(prompt)
             prompt = None
         if prompt is None:
