@@ -14,13 +14,14 @@ from typing import Any
 
 import attrs
 
-from kvstore.assembly import key_ring, rows_for, spans_of
+from kvstore.assembly import key_ring, names_added, rows_for, spans_of
 from kvstore.config import Config, DiskConfig, TierConfig, read_environment, read_toml
 from kvstore.config.describe import Key, json_schema, keys_of, reference, sample, shown_value
 from kvstore.config.values import without_passwords
 from kvstore.connector.spec import CONNECTOR_KEYS
 from kvstore.errors import NOT_PARSED, ConfigError, KVStoreError
 from kvstore.gate import codecs_of
+from kvstore.observe.recording import MAGIC
 from kvstore.plugins import create_tier
 from kvstore.sizes import format_size, parse_size
 from kvstore.tiers.disk.format import Geometry
@@ -245,7 +246,7 @@ def _line(
             filter(None, (_unusable(path, tier.strict_modes) for path in tier.paths))
         )
     if isinstance(tier, DiskConfig) and key.name == "capacity_bytes":
-        warning = _too_large(tier)
+        warning = _too_large(tier, config)
     if key.name == "cpu_bytes_to_use":
         memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
         if value > memory:
@@ -281,6 +282,24 @@ def _check_keys(config: Config) -> None:
         Sealer(keys, "")
 
 
+def _check_recording(config: Config) -> None:
+    path = config.record_trace
+    if path is None or not path.exists():
+        return
+    try:
+        with path.open("rb") as file:
+            if file.read(len(MAGIC)) not in (MAGIC, b""):
+                raise ConfigError("exists and is not a recording of kvstore")
+    except OSError as error:
+        raise ConfigError(str(error.strerror)) from error
+
+
+def _check_identity(config: Config) -> None:
+    encrypted = config.encryption_keys is not None
+    if taken := names_added(encrypted=encrypted) & (config.identity or {}).keys():
+        raise ConfigError(f"{min(taken)} is a name that kvstore adds itself: call it otherwise")
+
+
 def _check_codec(config: Config) -> None:
     codecs_of(config, config.chunk_bytes or 2, config.identity)
 
@@ -292,6 +311,8 @@ _WHEN_OPENED: dict[str, Callable[[Config], object]] = {
     "disk_codec": lambda config: _check_codec(attrs.evolve(config, store_codec=None)),
     "store_codec": lambda config: _check_codec(attrs.evolve(config, disk_codec=None)),
     "spans": lambda config: spans_of(config, [], lambda: None, 1),
+    "record_trace": _check_recording,
+    "identity": _check_identity,
     "namespace": lambda config: Namespace(str(config.namespace), {}).check_name(),
 }
 """What opening a store would find wrong with a value; raises what that would raise."""
@@ -323,20 +344,21 @@ def _chunks(name: str, size: int, config: Config, tier: DiskConfig | TierConfig 
         return f", {rows_for(config, chunk_bytes).rows:,} chunks"
     if not isinstance(tier, DiskConfig):
         return f", {size // chunk_bytes:,} chunks"
-    stored_bytes = chunk_bytes
-    with contextlib.suppress(ConfigError):
-        if (codec := codecs_of(config, chunk_bytes, None).get("codec")) is not None:
-            stored_bytes = codec.coded_bytes(chunk_bytes)
-    geometry = Geometry.wanted(
-        tier.segment_bytes,
-        tier.capacity_bytes // len(tier.paths),
-        round_to_page(stored_bytes),
-        stored_bytes,
-    )
+    geometry = _geometry(tier, config, chunk_bytes)
     if name == "segment_bytes":
         return f", {geometry.slots:,} chunks"
     segments = size // len(tier.paths) // geometry.file_bytes * len(tier.paths)
     return f", {segments:,} segments of {geometry.slots:,} chunks: {segments * geometry.slots:,}"
+
+
+def _geometry(tier: DiskConfig, config: Config, chunk_bytes: int) -> Geometry:
+    """The geometry of the segments that the tier will make."""
+    size = chunk_bytes
+    with contextlib.suppress(ConfigError):
+        if (codec := codecs_of(config, chunk_bytes, None).get("codec")) is not None:
+            size = codec.coded_bytes(chunk_bytes)
+    share = tier.capacity_bytes // len(tier.paths)
+    return Geometry.wanted(tier.segment_bytes, share, round_to_page(size), size)
 
 
 def _existing(path: Path) -> Path:
@@ -363,11 +385,17 @@ def _unusable(path: Path, strict: bool) -> str:
     return ""
 
 
-def _too_large(tier: DiskConfig) -> str:
-    """Say that the files of the tier will not fit, if so."""
+def _too_large(tier: DiskConfig, config: Config) -> str:
+    """Say that the files of the tier will not fit, or none is small enough, if so."""
     share = tier.capacity_bytes // len(tier.paths)
     if tier.segment_bytes is not None and share < tier.segment_bytes:
         return f"smaller than segment_bytes ({format_size(tier.segment_bytes)}): lower that"
+    if config.chunk_bytes is not None:
+        geometry = _geometry(tier, config, config.chunk_bytes)
+        if not geometry.slots:
+            return "segment_bytes is less than one chunk and its record take"
+        if share < geometry.file_bytes:
+            return f"smaller than one segment, of {geometry.file_bytes} bytes"
     for path in tier.paths:
         held = sum(file.stat().st_size for file in path.rglob("*.safetensors"))
         free = shutil.disk_usage(_existing(path)).free
