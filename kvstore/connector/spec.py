@@ -17,7 +17,12 @@ from kvstore.connector.handler import CudaHandler, HostHandler, OffloadingHandle
 from kvstore.connector.manager import KVStoreManager
 from kvstore.connector.mediums import DeviceLoadStoreSpec, HostLoadStoreSpec, LoadStoreSpec
 from kvstore.connector.server import KVCacheConfigLike, KVCacheGroupLike, ServerConfigLike
-from kvstore.engine.host_memory import join_region, private_region, release_region, share_region
+from kvstore.engine.host_memory import (
+    joined_region,
+    private_region,
+    release_region,
+    share_region,
+)
 from kvstore.errors import ConfigError
 from kvstore.tiers.pinned import PinnedRegion
 
@@ -300,9 +305,10 @@ class KVStoreSpec(OffloadingSpec):
             )
         if self._rank is None:
             return private_region(self._server, shape, scheduler=scheduler)
-        meet = join_region if scheduler else share_region
-        rank = self.num_workers if scheduler else self._rank
-        return meet(self._server, self.num_workers, shape, rank, self.chunk_bytes)
+        server, workers = self._server, self.num_workers
+        rank = workers if scheduler else self._rank
+        region = share_region(server, workers, shape, rank, self.chunk_bytes)
+        return joined_region(region, server, workers) if scheduler else region
 
     def _release(self, region: PinnedRegion) -> None:
         release_region(self._server, region)

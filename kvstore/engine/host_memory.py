@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from kvstore.errors import ConfigError, KVStoreError
 from kvstore.tiers.pinned import PinnedRegion, RegionShape
 
-__all__ = ["in_process", "join_region", "private_region", "release_region", "share_region"]
+__all__ = ["in_process", "joined_region", "private_region", "release_region", "share_region"]
 
 _lock = threading.Lock()
 
@@ -66,11 +66,11 @@ def share_region(
     rank: int | None = None,
     used_bytes: int | None = None,
 ) -> PinnedRegion:
-    """Return a worker's view of the memory shared by `workers` processes and the scheduler's.
+    """Return this process's view of the memory shared by `workers` processes and the scheduler's.
 
     Args:
-        rank: this worker's among them; either all processes have one, or none. That of the
-            scheduler is `workers`.
+        rank: this process's among them; either all have one, or none. That of the scheduler is
+            `workers`.
         used_bytes: bytes of a row that are used by all of them together.
 
     Raises:
@@ -87,19 +87,12 @@ def share_region(
     )
 
 
-def join_region(
-    server: str,
-    workers: int,
-    shape: RegionShape,
-    rank: int | None = None,
-    used_bytes: int | None = None,
-) -> PinnedRegion:
+def joined_region(region: PinnedRegion, server: str, workers: int) -> PinnedRegion:
     """Return the scheduler's view of the shared memory, which all workers must have by then.
 
     Raises:
-        KVStoreError: as `share_region`; if workers are missing.
+        KVStoreError: if workers are missing; the region is closed.
     """
-    region = share_region(server, workers, shape, rank, used_bytes)
     if not region.complete:
         region.close()
         raise KVStoreError(

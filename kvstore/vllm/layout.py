@@ -28,7 +28,7 @@ from vllm.v1.kv_offload.base import CanonicalKVCaches
 from kvstore.config import Config
 from kvstore.engine.host_memory import (
     in_process,
-    join_region,
+    joined_region,
     private_region,
     release_region,
     share_region,
@@ -212,7 +212,7 @@ def manager_region(
     if in_process(engine):
         return private_region(engine, shape, scheduler=True)
     with _explained(stages):
-        return join_region(engine, workers, shape)
+        return joined_region(share_region(engine, workers, shape), engine, workers)
 
 
 @contextlib.contextmanager
