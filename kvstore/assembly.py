@@ -309,6 +309,8 @@ def open_tiers(
                     parts.append(f"{_label(views)}: {tier.description} with {found} chunks")
                 continue
             size = recovered.payload_bytes or chunk_bytes
+            if isinstance(tier_config, DiskConfig):
+                size = round_to_page(size)
             view = _view(number, recovered, tier_config, in_flight, size, config.tenants)
             views.append(view)
             said = [tier_config.flow.value]
@@ -316,7 +318,7 @@ def open_tiers(
                 said.insert(0, str(tier_config.eviction_policy))
                 said += [*map(str, tier_config.admission), f"{found} chunks found"]
             if isinstance(view, OwnedTier) and isinstance(tier_config, DiskConfig):
-                view.compact_at(tier_config.compaction_rate / round_to_page(size))
+                view.compact_at(tier_config.compaction_rate / size)
             parts.append(f"{_label(views)}: {', '.join([tier.description, *said])}")
     return views, parts
 

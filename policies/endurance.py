@@ -13,7 +13,7 @@ _MOST_BYTES, _LONGEST = 2**60, 365 * _DAY
 
 
 class EnduranceBudget(AdmissionFilter):
-    """Limits the bytes written per day with a token bucket.
+    """Limits the bytes per day of chunks that are stored, with a token bucket.
 
     The bucket fills evenly, begins full and holds the budget of `burst_s` seconds,
     but at least one chunk. Over t seconds at most t / 86400 * `bytes_per_day`, plus

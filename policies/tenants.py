@@ -270,6 +270,9 @@ class Tenants(EvictionPolicy):
             found = self._take_for(asker, min(short, len(its)), protected, its, total)
             victims += found
             short -= sum(len(keys) for _, keys in found)
+        if count > len(incoming):
+            # Nobody asks for these.
+            victims += self._take_for(None, min(short, count - len(incoming)), protected, (), total)
         return victims
 
     def _total(self) -> int:

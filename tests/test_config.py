@@ -203,6 +203,12 @@ REFUSED: list[tuple[dict[Any, Any], str, str]] = [
     ({"dedline_s": 1}, "unknown key dedline_s = 1", "did you mean deadline_s?"),
     ({"Spans": True}, "unknown key Spans = True", "did you mean spans?"),
     ({"disk_byte": 1}, "unknown key disk_byte = 1", "did you mean disk_bytes?"),
+    ({"disk": "/x", "disk_byte": 1}, "unknown key disk_byte = 1", "did you mean disk_bytes?"),
+    (
+        {"flow": "demote"},
+        "unknown key flow; it is a key of a tier",
+        '"capacity_bytes": ..., "flow"',
+    ),
     ({"cpu_bytes_to_use": "64 Gigs"}, "cpu_bytes_to_use = '64 Gigs'", '"64GiB"'),
     ({"cpu_bytes_to_use": 0}, "cpu_bytes_to_use = 0", "at least 1 byte"),
     ({"cpu_bytes_to_use": -5}, "cpu_bytes_to_use = -5", "negative"),

@@ -21,7 +21,7 @@ from collections.abc import Callable, Mapping, Sequence
 from hashlib import sha256
 from importlib import import_module
 from pathlib import Path
-from secrets import token_bytes, token_hex
+from secrets import token_bytes
 from typing import Any, NamedTuple
 
 from kvstore.errors import NOT_PARSED, ConfigError
@@ -380,7 +380,9 @@ def write_keys(path: Path, keys: Mapping[str, Sequence[Secret]]) -> None:
     except NOT_PARSED:
         raise ConfigError(f"{path}: TOML has no way to write one of {sorted(keys)!a}") from None
     path = path.resolve()
-    temporary = path.with_name(f".{path.name}.{os.getpid()}-{token_hex(4)}")
+    # One name, so that what a killed process left goes, with the keys in it.
+    temporary = path.with_name(f".{path.name}.new")
+    temporary.unlink(missing_ok=True)
     try:
         fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
         with os.fdopen(fd, "wb") as file:

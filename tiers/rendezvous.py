@@ -48,10 +48,6 @@ class OtherShapeError(ConfigError):
     """The other processes use another number or size of rows."""
 
 
-class _TakenError(Exception):
-    """Another process has this one's place."""
-
-
 class _ElsewhereError(Exception):
     """No region can be joined or created under this name: try the next."""
 
@@ -92,8 +88,7 @@ class Rendezvous:
             ConfigError: if another process keeps the place of this one.
             PathUnusableError: if the memory was not found within `timeout` seconds.
         """
-        begun = time.monotonic()
-        deadline = begun + timeout
+        deadline = time.monotonic() + timeout
         number = 0
         while True:
             try:
@@ -103,14 +98,6 @@ class Rendezvous:
                 if fd is not None:
                     self._count_in(fd)
                     return fd
-            except _TakenError:
-                # Of an earlier start, it may be about to end.
-                if time.monotonic() > begun + TAKEN_SECONDS:
-                    raise ConfigError(
-                        f"shared memory {self._name!r}: another process has the place "
-                        f"{self._places[0]} (rank) of this one: give each worker of a server its "
-                        "own"
-                    ) from None
             except _ElsewhereError:
                 number += 1
                 if time.monotonic() <= deadline:
@@ -161,9 +148,12 @@ class Rendezvous:
             asking.setblocking(False)
             try:
                 asking.connect(self._address(number))
-            except (ConnectionRefusedError, BlockingIOError):
+            except ConnectionRefusedError:
                 # The host does not listen yet, or has ended.
                 return None
+            except BlockingIOError:
+                # So many have come and gone that it has no room for one more.
+                return self._open_of_anybody()
             credentials = asking.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12)
             pid, uid, _ = struct.unpack("3i", credentials)
             if uid != os.getuid():
@@ -249,17 +239,30 @@ class Rendezvous:
 
         A place is a lock on one byte, which ends with the process that holds it.
         """
-        for place in self._places:
-            with contextlib.suppress(BlockingIOError, PermissionError):
-                fcntl.fcntl(fd, fcntl.F_OFD_SETLK, _lock(place))
-                self.place = place
-                break
-        else:
+        # Who has an assigned place may be of an earlier start, and about to end.
+        end = time.monotonic() + (TAKEN_SECONDS if self._assigned else 0.0)
+        while not any(self._take(fd, place) for place in self._places):
+            if time.monotonic() < end:
+                time.sleep(PAUSE_SECONDS)
+                continue
             self.close()
             os.close(fd)
-            raise _TakenError if self._assigned else _ElsewhereError
-        if all(_is_taken(fd, other) for other in range(self._mappers) if other != place):
+            if not self._assigned:
+                raise _ElsewhereError
+            raise ConfigError(
+                f"shared memory {self._name!r}: another process has the place {self._places[0]} "
+                "(rank) of this one: give each worker of a server its own"
+            )
+        others = (place for place in range(self._mappers) if place != self.place)
+        if all(_is_taken(fd, other) for other in others):
             fcntl.fcntl(fd, fcntl.F_ADD_SEALS, _COMPLETE)
+
+    def _take(self, fd: int, place: int) -> bool:
+        with contextlib.suppress(BlockingIOError, PermissionError):
+            fcntl.fcntl(fd, fcntl.F_OFD_SETLK, _lock(place))
+            self.place = place
+            return True
+        return False
 
 
 def stem_of(name: str) -> str:

@@ -21,7 +21,7 @@ from kvstore.config.values import without_passwords
 from kvstore.connector.spec import CONNECTOR_KEYS
 from kvstore.errors import NOT_PARSED, ConfigError, KVStoreError
 from kvstore.gate import codecs_of
-from kvstore.observe.recording import MAGIC
+from kvstore.observe.recorder import fault_of
 from kvstore.plugins import create_tier
 from kvstore.sizes import format_size, parse_size
 from kvstore.tiers.disk.format import Geometry
@@ -283,15 +283,19 @@ def _check_keys(config: Config) -> None:
 
 
 def _check_recording(config: Config) -> None:
-    path = config.record_trace
-    if path is None or not path.exists():
+    if config.record_trace is None:
         return
     try:
-        with path.open("rb") as file:
-            if file.read(len(MAGIC)) not in (MAGIC, b""):
-                raise ConfigError("exists and is not a recording of kvstore")
+        fd = os.open(config.record_trace, os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+    except FileNotFoundError:
+        return
     except OSError as error:
         raise ConfigError(str(error.strerror)) from error
+    try:
+        if (fault := fault_of(fd)) is not None:
+            raise ConfigError(fault)
+    finally:
+        os.close(fd)
 
 
 def _check_identity(config: Config) -> None:

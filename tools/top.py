@@ -51,12 +51,14 @@ class Snapshot:
         values: values by name without prefix, and tier.
         buckets: histograms by name and tier: counts up to each bound.
         engines: how many of the engines told a value that is not 0, by name and tier.
+        wrong: what is wrong with the files, where it is a folder that is looked at.
     """
 
     at: float
     values: dict[tuple[str, str], float] = field(default_factory=dict)
     buckets: dict[tuple[str, str], dict[float, float]] = field(default_factory=dict)
     engines: Counter[tuple[str, str]] = field(default_factory=Counter)
+    wrong: list[str] = field(default_factory=list)
 
     @property
     def tiers(self) -> list[str]:
@@ -108,6 +110,8 @@ def add_top_arguments(parser: argparse.ArgumentParser) -> None:
 def run_top(options: argparse.Namespace) -> int:
     """Show a server or a folder until Ctrl-C, or as often as `--times` says.
 
+    Returns 1 if something is wrong with the folder.
+
     Raises:
         KVStoreError: if a package is missing, or there is nothing to show.
     """
@@ -117,9 +121,13 @@ def run_top(options: argparse.Namespace) -> int:
     except ImportError as error:
         raise KVStoreError(f"{NEEDED} rich") from error
     from_url = is_url(options.where)
-    look: Callable[[], Snapshot] = (
-        (lambda: scrape(options.where)) if from_url else (lambda: look_at(options.where))
-    )
+    wrong: list[str] = []
+
+    def look() -> Snapshot:
+        found = scrape(options.where) if from_url else look_at(options.where)
+        wrong[:] = found.wrong
+        return found
+
     # Drives tell their wear in whole hundredths: once is enough.
     drives = [] if from_url else wear_under(Path(options.where))
     show = tables if from_url else partial(_folders, "\n".join(map(str, drives)))
@@ -130,12 +138,12 @@ def run_top(options: argparse.Namespace) -> int:
             with console.capture() as printed:
                 console.print(shown)
             print(printed.get(), end="", flush=True)
-        return 0
+        return int(bool(wrong))
     with Live(console=console, auto_refresh=False) as live:
         for shown in _looks(look, options.interval, options.times, show):
             live.update(shown, refresh=True)
     print()
-    return 0
+    return int(bool(wrong))
 
 
 def _looks(
@@ -280,10 +288,13 @@ def look_at(path: str) -> Snapshot:
     """Survey a cache on disk; its lanes take the place of tiers."""
     snapshot = Snapshot(time.monotonic())
     for namespace in survey(path):
+        snapshot.wrong += [f"WRONG {fault}" for fault in namespace.faults]
         for lane in namespace.lanes:
             name = f"{namespace.name}/lane-{lane.number}"
-            snapshot.values["chunks", name] = sum(each.live for each in lane.segments)
-            snapshot.values["bytes", name] = sum(each.live_bytes for each in lane.segments)
+            snapshot.values["chunks", name] = sum(each.counted for each in lane.segments)
+            snapshot.values["bytes", name] = sum(
+                each.counted * each.chunk_bytes for each in lane.segments
+            )
             snapshot.values["file_bytes", name] = sum(each.file_bytes for each in lane.segments)
             snapshot.values["owner", name] = float(lane.owner or 0)
     return snapshot
@@ -294,7 +305,8 @@ def _folders(below: str, before: Snapshot, now: Snapshot) -> Table:
     from rich.table import Table
 
     table = Table(title=counted(len(now.tiers), "lane"), title_justify="left")
-    table.caption, table.caption_justify = below or None, "left"
+    told = [*now.wrong, *([below] if below else [])]
+    table.caption, table.caption_justify = "\n".join(told) or None, "left"
     for head in ("lane", "process", "chunks", "more/s", "held", "files"):
         left = head == "lane"
         table.add_column(head, justify="left" if left else "right", overflow="fold")

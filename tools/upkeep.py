@@ -172,9 +172,9 @@ def run_gc(options: argparse.Namespace) -> int:
         # They are refused, which is told.
         forgot += purge(options.path, namespace=each.name, dry_run=dry_run, strict_modes=modes)
     if options.json:
-        names = [each.name for each in old]
-        lanes = [dataclasses.asdict(one) for one in forgot]
-        print_json({"emptied": names, "left": left, "lanes": lanes})
+        told: dict[str, object] = {"emptied": [each.name for each in old], "left": left}
+        told["lanes"] = [dataclasses.asdict(one) for one in forgot]
+        print_json(told | {"compacted": [dataclasses.asdict(one) for one in gave]})
     else:
         for one in forgot:
             _print_purged(one, dry_run)
@@ -182,6 +182,7 @@ def run_gc(options: argparse.Namespace) -> int:
             _print_compacted(other, dry_run)
     done: list[CompactedLane | PurgedLane] = [*forgot, *gave]
     bad = any(one.refused for one in done) or any(one.faults for one in forgot)
+    bad = bad or any(one.result.faults for one in gave if one.result)
     return _status(bad or any(each.faults for each in (*unknown, *foreign)), done)
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence, Sized
+from collections.abc import Callable, Iterable, Sequence, Sized, ValuesView
 from itertools import islice, pairwise, repeat
 from typing import Any
 
@@ -94,14 +94,12 @@ def chunks_of(buffers: Iterable[object], count: int, size: int) -> list[npt.NDAr
             sequence, that gives the same memory again and again.
     """
     taken = _each_of(buffers, "chunks", count, lambda buffer: bytes_of(buffer, size))
-    if not isinstance(buffers, (Sequence, np.ndarray, repeat)) and not _is_tensor(buffers):
-        # Bytes do not change.
-        filled = [_address(each) for each in taken if not isinstance(each.base, bytes)]
-        if len(set(filled)) < len(filled):
-            raise KVStoreError(
-                "two of the buffers are the same memory: all are gathered before one is copied, "
-                "so each chunk needs its own"
-            )
+    held = isinstance(buffers, (ValuesView, repeat)) or hasattr(buffers, "__getitem__")
+    if not held and _overlap(filter(_may_change, taken), size):
+        raise KVStoreError(
+            "two of the buffers are the same memory: all are gathered before one is copied, "
+            "so each chunk needs its own"
+        )
     return taken
 
 
@@ -113,7 +111,7 @@ def targets_of(buffers: Iterable[object], count: int, size: int) -> list[npt.NDA
             two that share memory.
     """
     taken = _each_of(buffers, "buffers", count, lambda buffer: _memory_of(buffer, size))
-    if any(after - before < size for before, after in pairwise(sorted(map(_address, taken)))):
+    if _overlap(taken, size):
         raise KVStoreError("two of the buffers to write to share memory")
     return taken
 
@@ -136,6 +134,22 @@ def _each_of(
         given = many if len(taken) > count else len(taken)
         raise KVStoreError(f"{count} keys but {given} buffers")
     return taken
+
+
+def _may_change(array: npt.NDArray[np.uint8]) -> bool:
+    """Whether somebody can write to the memory of an array."""
+    base: object = array
+    while isinstance(base, np.ndarray):
+        if base.flags.writeable:
+            return True
+        base = base.base
+    while isinstance(base, memoryview):
+        base = base.obj
+    return not (base is None or isinstance(base, bytes))
+
+
+def _overlap(arrays: Iterable[npt.NDArray[np.uint8]], size: int) -> bool:
+    return any(after - before < size for before, after in pairwise(sorted(map(_address, arrays))))
 
 
 def _address(array: npt.NDArray[np.uint8]) -> int:

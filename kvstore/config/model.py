@@ -350,15 +350,16 @@ class Config:
             values: as read from TOML or JSON; sizes may be text such as ``"64GiB"``. ``host``
                 is short for ``cpu_bytes_to_use``, and ``disk`` with ``disk_bytes`` for one disk
                 tier.
-            ignore: keys that another component reads.
+            ignore: keys that another component reads, which are allowed.
 
         Raises:
             ConfigError: for an unknown key or a value that cannot be used.
         """
         if isinstance(values, Mapping):
+            _check_names(cls, values, "", (*_SHORT, *sorted(ignore)))
             values = {key: value for key, value in values.items() if key not in ignore}
             values = _spelled_out(values)
-        return _build(cls, values, "", _SHORT)
+        return _build(cls, values)
 
     @classmethod
     def from_toml(cls, path: str | os.PathLike[str]) -> Config:
@@ -475,16 +476,7 @@ def _build(cls: type[_T], values: object, where: str = "", beside: Collection[st
         raise ConfigError(f"{where or 'configuration'} = {shown(values)}: must be a table of keys")
     prefix = f"{where}." if where else ""
     keys = attrs.fields_dict(cls)
-    for key in values:
-        if key not in keys:
-            allowed = [*keys, *beside]
-            # A text may be a secret.
-            is_number = isinstance(values[key], (int, float))
-            value = f" = {shown(values[key])}" if is_number else ""
-            raise ConfigError(
-                f"unknown key {prefix}{key}{value}; "
-                f"{_meant(key, allowed)}allowed are: {', '.join(allowed)}"
-            )
+    _check_names(cls, values, prefix, beside)
     missing = [key for key, each in keys.items() if each.default is attrs.NOTHING]
     missing = [key for key in missing if key not in values]
     if missing:
@@ -493,6 +485,30 @@ def _build(cls: type[_T], values: object, where: str = "", beside: Collection[st
         return cls(**values)
     except ConfigError as error:
         raise ConfigError(f"{prefix}{error}") from error
+
+
+def _check_names(
+    cls: type[Any], values: Mapping[str, Any], prefix: str, beside: Collection[str]
+) -> None:
+    """Refuse keys that are neither fields of `cls` nor in `beside`."""
+    keys = attrs.fields_dict(cls)
+    for key in values:
+        if key in keys or key in beside:
+            continue
+        allowed = [*keys, *beside]
+        # A text may be a secret.
+        is_number = isinstance(values[key], (int, float))
+        value = f" = {shown(values[key])}" if is_number else ""
+        if cls is Config and key in attrs.fields_dict(DiskConfig):
+            raise ConfigError(
+                f"unknown key {key}{value}; it is a key of a tier: instead of disk and disk_bytes "
+                'give "tiers": [{"type": "disk", "path": ..., "capacity_bytes": ..., '
+                f'"{key}": ...}}]'
+            )
+        raise ConfigError(
+            f"unknown key {prefix}{key}{value}; "
+            f"{_meant(key, allowed)}allowed are: {', '.join(allowed)}"
+        )
 
 
 def _meant(key: object, allowed: Collection[str]) -> str:

@@ -127,6 +127,7 @@ class Arrivals:
         """Let the last of the queued requests end their leases, so that `rows` may become free.
 
         Those of the tenant of `keys` come first, and others only if it has less than its part.
+        Without keys, all may.
         """
         for request in self._givers(keys):
             if rows <= 0:
@@ -139,6 +140,9 @@ class Arrivals:
 
     def _givers(self, keys: Sequence[bytes]) -> Iterator[Request]:
         """Yield the queued requests that may give way to these keys, last first."""
+        if not keys:
+            yield from (request for request, _ in reversed(self._line))
+            return
         owner = self._pool.owner(keys)
         yield from (request for request, its in reversed(self._line) if its == owner)
         if self._pool.policy.shared and not self._pool.has_its_part(keys):
@@ -173,6 +177,7 @@ class Arrivals:
             if key in chunks or any(key in entries for entries in readable):
                 continue
             if place == start and not self._may_come(request, key):
+                self._keys -= len(keys) - place
                 request.name_keys(keys[:place])
                 if not place:
                     request.leave_queue()

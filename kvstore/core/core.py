@@ -427,7 +427,9 @@ class Core(CoreSteps):
     def may_come(self, key: bytes) -> bool:
         """Whether a request that asks anew could get the chunk from a tier."""
         stores = [tier.store for tier in self.tiers if tier.store is not None]
-        return any(key in tier.entries for tier in self.tiers) or any(
+        if key in self.hidden:
+            return False
+        return any(tier.health.readable and key in tier.entries for tier in self.tiers) or any(
             store.worth_asking and store.unknown(key) for store in stores
         )
 

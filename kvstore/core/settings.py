@@ -131,6 +131,7 @@ class Settings:
         most = max(1, int(MOST_ROWS / self._pool.policy.effort))
         surplus = min(most, self._pool.rows - self._rows)
         if surplus > 0:
+            self._room.give_way(surplus - self._pool.free - self._pool.leavable, ())
             self._room.make(surplus, now, shed_unsaved=False)
             # What is pinned gives way once nothing else does.
             self._progressed = self._pool.withhold(surplus) > 0 or self._pins.let_go(self._rows)

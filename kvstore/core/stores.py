@@ -289,7 +289,9 @@ class Stores:
             return _Entered(None, 0)
         self._lookups.keep_hits()
         hindered = pool.busy > 0 or pool.held > 0 or pool.unsaved > 0 or pool.marked > 0
-        room.give_way(len(new) - (pool.free if pool.policy.shared else room.sure), offered)
+        # Where chunks are copied before they leave, rows take a while to become free.
+        obtainable = pool.free if pool.policy.shared else pool.free + pool.leavable
+        room.give_way(len(new) - obtainable, offered)
         fits = room.sure >= len(new)
         at_once = may_fit or room.demotes or not pool.policy.declines
         # Where tenants share the rows, what others have is not for this store, and the policy does

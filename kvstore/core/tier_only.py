@@ -206,10 +206,8 @@ class Jobs:
             tier.health.arrived(len(move.keys), started, completion.ended_by(now))
         elif move.op is Op.CASCADE:
             self._stores.ended(move, completion, now)
-        elif tier.owned is not None and move.op is Op.GROW:
-            tier.owned.growth_ended(completion.segments, now, False)
         elif tier.owned is not None:
-            tier.owned.compacted(move, completion, now, False)
+            tier.owned.upkeep_ended(move, completion, now, False)
 
     def _promoted(self, tier: TierView, move: Move, completion: Completion, now: float) -> None:
         tier.index.end_reads(move.keys)

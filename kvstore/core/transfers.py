@@ -181,14 +181,10 @@ class Transfers:
         if overtaken:
             self.orphans.discard(move.id)
             self._pool.release_held(move.rows)
-        if tier.owned is not None and move.op is Op.GROW:
-            tier.owned.growth_ended(completion.segments, now, overtaken)
-        elif tier.owned is not None and move.op in (Op.LIST, Op.RELOCATE, Op.SHRINK):
-            tier.owned.compacted(move, completion, now, overtaken)
-        elif overtaken or move.op is Op.ASK:
+        owned = tier.owned
+        upkeep = owned is not None and owned.upkeep_ended(move, completion, now, overtaken)
+        if upkeep or overtaken or move.op is Op.ASK:
             pass
-        elif move.op is Op.NOTE:
-            tier.index.recency.ended()
         elif move.op is Op.ERASE:
             self._removals.erased(move, completion)
         elif move.op is Op.PROMOTE:

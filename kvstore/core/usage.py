@@ -20,6 +20,7 @@ from collections import deque
 from collections.abc import Callable, Collection, Mapping, Sequence
 from operator import methodcaller
 
+from kvstore.core.chunk import READY
 from kvstore.core.eviction import Victims
 from kvstore.core.host import HostPool
 from kvstore.core.request import Chain, Loaded, Request, Requests
@@ -172,7 +173,10 @@ class Uses:
         tail_first = [*host_keys][::-1]
         for tier in self._exclusive:
             for key in tail_first:
-                if key in tier.entries and key in pool.chunks and key not in tier.index.reading:
+                chunk = pool.chunks.get(key)
+                # The store that fills it may fail.
+                here = chunk is not None and chunk.state >= READY
+                if here and key in tier.entries and key not in tier.index.reading:
                     tier.forget((key,))
         self._victims.let_loose()
         pool.touch(tail_first)

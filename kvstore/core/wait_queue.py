@@ -6,6 +6,7 @@ to it until it loads them, finishes, or has not asked for a while.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Sequence
 
 from kvstore.core.chunk import FILLING, Chunk, wait_together
@@ -55,6 +56,8 @@ class WaitQueue:
         self.answered: dict[str, Request] = {}
         # When rows or chunks last moved, by tenant.
         self._moved: dict[int, float] = {}
+        # No wait and no lease ends before.
+        self._soonest = math.inf
         self.waits = Durations()
         self.timeouts = 0
         self.lapses = 0
@@ -94,6 +97,7 @@ class WaitQueue:
         chunks = self._pool.chunks
         request.begin_wait(now, any(key not in chunks for key in request.keys))
         self.waiting[request.id] = request
+        self._soonest = min(self._soonest, self._end_of(request))
         self._spans.wait_began(request.id, len(request.keys), now)
 
     def answer(self, request: Request, now: float, outcome: Outcome = Outcome.COMPLETE) -> None:
@@ -112,6 +116,15 @@ class WaitQueue:
             self._spans.wait_ended(request.id, len(request.leases), outcome, now)
         request.end_wait()
         self.answered[request.id] = request
+        self._soonest = min(self._soonest, request.asked + self.lease)
+
+    def _end_of(self, request: Request) -> float:
+        """When the wait of a request ends without an answer, if nothing moves."""
+        assert request.since is not None
+        moved = request.moved
+        if request.granted < len(request.keys):
+            moved = max(moved, self.moved(request.keys))
+        return min(moved + self.deadline, request.since + self.max_wait)
 
     def answer_if_complete(self, request: Request, now: float) -> None:
         """End the wait if everything that can arrive has arrived."""
@@ -162,23 +175,26 @@ class WaitQueue:
         Returns:
             The requests that were not heard of for so long that they are forgotten.
         """
-        if not self.waiting and not self.answered:
+        if now < self._soonest:
             return []
+        self._soonest = math.inf
         for request in list(self.waiting.values()):
-            assert request.since is not None
-            moved = request.moved
-            if request.granted < len(request.keys):
-                moved = max(moved, self.moved(request.keys))
-            if now - moved >= self.deadline or now - request.since >= self.max_wait:
+            end = self._end_of(request)
+            if now < end:
+                self._soonest = min(self._soonest, end)
+            else:
                 self.timeouts += 1
                 self.answer(request, now, Outcome.DEADLINE)
         gone: list[Request] = []
         for request in self.answered.values():
-            silence = now - request.asked
-            if silence >= self.lease:
+            end = request.asked + self.lease
+            if now >= end:
                 self.lapse(request)
-            if silence >= FORGET_AFTER * self.lease:
+                # It may ask again, from now on.
+                end = now + self.lease
+            if now - request.asked >= FORGET_AFTER * self.lease:
                 gone.append(request)
+            self._soonest = min(self._soonest, end, request.asked + FORGET_AFTER * self.lease)
         for request in gone:
             self.remove(request)
         return gone

@@ -22,6 +22,10 @@ __all__ = ["Driver"]
 RECHECK_SECONDS = 0.02
 """How often a wait looks at its deadline when nothing arrives."""
 
+MANY_WAITING = 64
+"""Waiting tasks from which on all calls of one turn of the loop share a step: each costs more the
+more requests wait."""
+
 FRESH_SECONDS = 0.001
 """How long after a step another one would find nothing new, unless something has ended."""
 
@@ -46,12 +50,12 @@ class Driver:
         self._core = core
         self._spans = spans
         self._home = home
-        self.engine = Engine(tiers, self.pump, beside)
+        self.engine = Engine(tiers, self._ended, beside)
         self.engine.begin()
         self._waiters: dict[asyncio.Future[bool], str | None] = {}
         """The waiting tasks' futures, each with the deferred request that it waits for, if any."""
         self.closing = self.closed = False
-        self._going_on = False
+        self._going_on = self._shared = False
         self._stepped = self._pumped = -math.inf
         self.on_step: Callable[[float], None] = lambda now: None
 
@@ -84,16 +88,23 @@ class Driver:
         return not self.engine.ended and time.monotonic() - self._stepped < FRESH_SECONDS
 
     def begin(self) -> float:
-        """Begin a step; returns the time.
+        """Begin a step, or go on with one that is shared; returns its time.
 
         Raises:
             KVStoreError: as `check`.
         """
         self.check()
-        return self._step()
+        return self._stepped if self._shared else self._step()
 
     def flush(self) -> None:
-        """End the step: start the moves that are due."""
+        """End the step: start the moves that are due. Where many wait, it ends in the next turn."""
+        self._shared = len(self._waiters) >= MANY_WAITING
+        if self._shared:
+            self._pump_soon()
+        else:
+            self._flush()
+
+    def _flush(self) -> None:
         self.engine.start(self._core.flush(time.monotonic()))
         if self._spans is not None:
             self._spans.write(self._core.take_spans())
@@ -104,6 +115,13 @@ class Driver:
     def freed(self) -> None:
         """Make a step soon if rows that have become free could be used."""
         if self._waiters or self._core.wants_room:
+            self._pump_soon()
+
+    def _ended(self) -> None:
+        """Make a step after moves that have ended: one for all that end in a turn of the loop."""
+        if self.closed:
+            self.pump()
+        else:
             self._pump_soon()
 
     def _pump_soon(self) -> None:
@@ -119,8 +137,9 @@ class Driver:
     def pump(self) -> None:
         """Take in completions, start the moves that are due, and wake waiting tasks."""
         self._step()
+        self._shared = False
         if not self.closed:
-            self.flush()
+            self._flush()
         self.wake()
         self._pumped = time.monotonic()
 

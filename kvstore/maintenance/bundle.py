@@ -214,7 +214,7 @@ def read_whole(place: Place, sealer: Sealer | None = None) -> tuple[Place, bytes
 def read_chunk(place: Place, sealer: Sealer | None = None) -> bytes | None:
     """The payload of a chunk, or None if it is not what its record says.
 
-    Without a sealer, that of an encrypted chunk is returned as it is.
+    That of a chunk that is encrypted with a key that is not known is returned as it is.
     """
     try:
         fd = os.open(place.path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK)
@@ -224,7 +224,7 @@ def read_chunk(place: Place, sealer: Sealer | None = None) -> bytes | None:
         payload = read_payload(fd, place.offset, place.size)
     finally:
         os.close(fd)
-    if place.proof.sealed and sealer is None:
+    if not place.proof.checkable(sealer):
         return payload if len(payload) == place.size else None
     return place.proof.check(payload, sealer)
 
@@ -253,8 +253,8 @@ def export_bundle(
 
     Raises:
         KVStoreError: if there is no one namespace at `path` that can be opened, if a key is not
-            there, if the file exists and shall not be replaced, if there are too many chunks for
-            one bundle, if none is whole, or if there is a reset meanwhile.
+            there, if the file exists and shall not be replaced, or is none of its own, if there are
+            too many chunks for one bundle, if none is whole, or if there is a reset meanwhile.
         OSError: if the file cannot be written.
     """
     namespace = the_namespace(path)
@@ -270,8 +270,14 @@ def export_bundle(
     }
     if not found:
         raise KVStoreError(f"{path} holds no chunk to export")
+    # Behind a symbolic link, the file itself is replaced.
+    file = file.resolve()
     if not file.parent.is_dir():
         raise KVStoreError(f"{file}: the folder {file.parent} does not exist")
+    if file.exists() and not file.is_file():
+        raise KVStoreError(f"{file} is no regular file: give the name of one")
+    if folder.resolve() in file.parents:
+        raise KVStoreError(f"{file} is in the cache itself: give another folder")
     if file.exists() and not replace:
         raise KVStoreError(f"{file} exists: remove it, or say --force")
     room = len(_header(namespace, found))
@@ -289,8 +295,8 @@ def export_bundle(
             raise KVStoreError(f"{path} was reset meanwhile, so these chunks may be wrong")
         os.rename(temporary, file)
     except OSError as error:
-        # What a write raises names no file.
-        error.filename = error.filename or str(file)
+        # What a write raises names no file, others that beside it.
+        error.filename = str(file)
         raise
     finally:
         with contextlib.suppress(FileNotFoundError):
@@ -429,11 +435,14 @@ def import_bundle(
         strict_modes: refuse folders and lanes that other users own or may write to.
 
     Raises:
-        KVStoreError: if the file is no bundle, or its chunks cannot be stored at `path`.
+        KVStoreError: if the file is no bundle, or its chunks cannot be stored at `path`, or not in
+            so many bytes without removing others that nobody uses.
         OSError: if the file cannot be read.
     """
-    if os.path.lexists(Path(path, FILE_NAME)):
-        raise PathUnusableError(f"{path} is a namespace: give the folder that it is in")
+    for above in (Path(path), *Path(path).absolute().parents):
+        if os.path.lexists(above / FILE_NAME):
+            what = "is" if above == Path(path) else f"is in {above},"
+            raise PathUnusableError(f"{path} {what} a namespace: give the folder that it is in")
     # One that is no file shall be told, not waited for.
     fd = os.open(file, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
     try:
@@ -542,24 +551,29 @@ def _config(
     smallest = Geometry(1, slot_bytes, bundle.chunk_bytes).file_bytes
     segment_bytes = max(smallest, bundle.segment_bytes)
     lanes = _lanes_at(path, capacity_bytes)
+    # Beside all that is there, of which nothing shall be displaced.
+    held = [size for lane in lanes for size in _held_bytes(lane)]
+    slots = Geometry.fitting(segment_bytes, slot_bytes, bundle.chunk_bytes).slots
+    room = (-(-len(bundle.places) // slots) + 1) * segment_bytes
     if capacity_bytes is None:
-        slots = Geometry.fitting(segment_bytes, slot_bytes, bundle.chunk_bytes).slots
-        # Beside all that is there, of which nothing shall be displaced.
-        held = [size for lane in lanes for size in _held_bytes(lane)]
-        room = (-(-len(bundle.places) // slots) + 1) * segment_bytes
         capacity_bytes = sum(held) + max(room, *held, 0)
-    own_lanes = [lane for lane in lanes if Path(lane.path).parent.name == bundle.namespace]
-    for lane in own_lanes:
-        if lane.owner is None and sum(_held_bytes(lane)) > capacity_bytes:
+    else:
+        free = [lane for lane in lanes if lane.owner is None]
+        own = [lane for lane in free if Path(lane.path).parent.name == bundle.namespace]
+        needed = sum(size for lane in free for size in _held_bytes(lane))
+        if len(free) > len(own[:1]):
+            # Lanes that nobody uses give way to the one that grows.
+            needed += room
+        if needed > capacity_bytes:
             raise KVStoreError(
-                f"{lane.path} holds {sum(_held_bytes(lane))} bytes, of which some would be removed "
-                f"for a capacity of {capacity_bytes}: give a larger one, or none"
+                f"{path}: some of the chunks that are there would be removed for a capacity of "
+                f"{capacity_bytes} bytes: give at least {needed}, or none"
             )
-    own = names_added(encrypted=keys is not None)
+    added = names_added(encrypted=keys is not None)
     return Config(
         cpu_bytes_to_use=max(HOST_BYTES, 2 * slot_bytes),
         chunk_bytes=bundle.chunk_bytes,
-        identity={key: value for key, value in bundle.identity.items() if key not in own},
+        identity={key: value for key, value in bundle.identity.items() if key not in added},
         namespace=bundle.namespace,
         tiers=[
             DiskConfig(path, capacity_bytes, segment_bytes=segment_bytes, strict_modes=strict_modes)

@@ -9,10 +9,12 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TypeVar
+
+import numpy as np
 
 from kvstore.errors import (
     ConfigError,
@@ -33,7 +35,7 @@ from kvstore.policies.shares import tag_of
 from kvstore.tiers.disk.fault import Fault
 from kvstore.tiers.disk.format import RECORD_BYTES
 from kvstore.tiers.disk.index import read_index
-from kvstore.tiers.disk.lane import Lane
+from kvstore.tiers.disk.lane import LOCK_NAME, Lane
 from kvstore.tiers.disk.layout import LaneLayout, lane_layout
 from kvstore.tiers.disk.namespace import read_namespace
 from kvstore.tiers.disk.segment import segment_files
@@ -164,8 +166,13 @@ def compact(
                 for fault in its.faults
                 if folder in (Path(fault.path), Path(fault.path).parent)
             ]
+            for _, path in segment_files(folder):
+                try:
+                    os.close(_open_to_write(path, trust, dry_run=True))
+                except (ForeignFileError, OSError) as error:
+                    one.result.faults.append(Fault.of(path, error))
 
-    return _on_each_lane(namespaces_to_change(path), CompactedLane, act, described=True)
+    return _on_each_lane(namespaces_to_change(path), CompactedLane, act)
 
 
 def purge(
@@ -205,10 +212,12 @@ def purge(
         folder = Path(lane.path)
         if dry_run:
             _check_lane(folder, lane, trust)
-            _purge_lane(folder, one, key, tag, since, None, its)
-        else:
-            with _owned(folder, lane.number, trust):
-                _purge_lane(folder, one, key, tag, since, trust, its)
+        with nullcontext() if dry_run else _owned(folder, lane.number, trust):
+            for _, path in segment_files(folder):
+                try:
+                    _purge_segment(path, one, key, tag, since, trust, its, dry_run)
+                except (ForeignFileError, OSError) as error:
+                    one.faults.append(Fault.of(path, error))
 
     return _on_each_lane(namespaces_to_change(path, namespace), PurgedLane, act)
 
@@ -217,13 +226,10 @@ def _on_each_lane(
     namespaces: Sequence[NamespaceSurvey],
     make: Callable[[str], _One],
     act: Callable[[NamespaceSurvey, LaneSurvey, _One], None],
-    *,
-    described: bool = False,
 ) -> list[_One]:
     """Do something to each lane; what it cannot be done to says why.
 
-    Args:
-        described: namespaces are left alone whose own file cannot be read.
+    Namespaces are left alone whose own file cannot be read: nobody knows which segments are theirs.
     """
     done: list[_One] = []
 
@@ -240,7 +246,7 @@ def _on_each_lane(
         for fault in its.unlisted:
             if fault.path not in lanes:
                 leave(fault.path, failed=str(fault))
-        if described and its.digest is None and not its.unlisted:
+        if its.digest is None and not its.unlisted:
             try:
                 read_namespace(Path(its.path))
             except KVStoreError as error:
@@ -290,12 +296,16 @@ def _check_lane(folder: Path, lane: LaneSurvey, trust: Trust) -> None:
     """
     Raises:
         KVStoreError: if `_owned` would refuse the lane.
+        OSError: if its folder is not there, or cannot be searched.
     """
     os.close(open_folder(folder.parent, trust, own=True))
     if lane.owner is not None:
         raise LaneBusyError(
             f"lane {lane.number} of {folder.parent} is in use by process {lane.owner}"
         )
+    os.close(open_folder(folder, trust, own=True))
+    with suppress(FileNotFoundError):
+        os.close(_open_to_write(folder / LOCK_NAME, trust, dry_run=True))
 
 
 @contextmanager
@@ -314,67 +324,63 @@ def _reason(folder: Path, error: Exception) -> str:
     return f"{error.filename or folder}: {error.strerror or error}"
 
 
-def _purge_lane(
-    folder: Path,
+def _purge_segment(
+    path: Path,
     done: PurgedLane,
     key: bytes | None,
     tag: bytes,
     unused_since_ms: float | None,
-    trust: Trust | None,
+    trust: Trust,
     namespace: NamespaceSurvey,
+    dry_run: bool,
 ) -> None:
-    """Count chunks into `done`; unless `trust` is None, also erase them."""
-    for _, path in segment_files(folder):
+    """Count chunks into `done`, and erase them unless it is a dry run.
+
+    Raises:
+        ForeignFileError: if the file is not one of the namespace, or must not be written to.
+        OSError: from the file system.
+    """
+    header, live, _ = read_index(path)
+    if header.namespace != namespace.digest or header.geometry.sealed != namespace.sealed:
+        raise ForeignFileError(f"{path}: belongs to another namespace")
+    geometry, records = header.geometry, live.records
+    used_ms = np.maximum(records["stored_ms"], records["read_ms"]).tolist()
+    slots = [
+        slot
+        for slot, its_key, used in zip(live.slots, live.keys(), used_ms, strict=True)
+        if (key is None or its_key == key)
+        and its_key.startswith(tag)
+        and (unused_since_ms is None or used < unused_since_ms)
+    ]
+    if slots:
+        fd = _open_to_write(path, trust, dry_run=dry_run)
         try:
-            header, live, _ = read_index(path)
-        except (ForeignFileError, OSError) as error:
-            done.faults.append(Fault.of(path, error))
-            continue
-        if namespace.digest is not None and header.namespace != namespace.digest:
-            done.faults.append(Fault(str(path), None, "belongs to another namespace"))
-            continue
-        geometry = header.geometry
-        used_ms = [
-            max(stored, read)
-            for stored, read in zip(
-                live.records["stored_ms"].tolist(), live.records["read_ms"].tolist(), strict=True
-            )
-        ]
-        slots = [
-            slot
-            for slot, its_key, used in zip(live.slots, live.keys(), used_ms, strict=True)
-            if (key is None or its_key == key)
-            and its_key.startswith(tag)
-            and (unused_since_ms is None or used < unused_since_ms)
-        ]
-        if trust is not None and slots:
-            try:
-                _erase(path, [geometry.index_offset + slot * RECORD_BYTES for slot in slots], trust)
-            except ForeignFileError as error:
-                done.faults.append(Fault.of(path, error))
-                continue
-        # What is from before a reset is erased, too, but nobody would have found it.
-        counted = {*live.of_epoch(*namespace.epochs).slots}
-        count = sum(slot in counted for slot in slots)
-        done.chunks += count
-        done.outdated += len(slots) - count
-        done.bytes += count * geometry.chunk_bytes
+            for slot in () if dry_run else slots:
+                os.pwrite(fd, bytes(RECORD_BYTES), geometry.index_offset + slot * RECORD_BYTES)
+            if not dry_run:
+                os.fdatasync(fd)
+        finally:
+            os.close(fd)
+    # What is from before a reset is erased, too, but nobody would have found it.
+    counted = {*live.of_epoch(*namespace.epochs).slots}
+    count = sum(slot in counted for slot in slots)
+    done.chunks += count
+    done.outdated += len(slots) - count
+    done.bytes += count * geometry.chunk_bytes
 
 
-def _erase(path: Path, offsets: list[int], trust: Trust) -> None:
-    """Overwrite records with zeros, durably.
+def _open_to_write(path: Path, trust: Trust, *, dry_run: bool) -> int:
+    """A descriptor of a file that is to be written to; only to be read in a dry run, which works
+    in a snapshot that is mounted read-only, too.
 
     Raises:
         ForeignFileError: if the file must not be written to.
         OSError: from the file system.
     """
-    fd = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK)
-    try:
-        fault = trust.file_fault(fd, written=True)
-        if fault is not None:
-            raise ForeignFileError(f"{path}: {fault}")
-        for offset in offsets:
-            os.pwrite(fd, bytes(RECORD_BYTES), offset)
-        os.fdatasync(fd)
-    finally:
+    access = os.O_RDONLY if dry_run else os.O_RDWR
+    fd = os.open(path, access | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK)
+    fault = trust.file_fault(fd, written=True)
+    if fault is not None:
         os.close(fd)
+        raise ForeignFileError(f"{path}: {fault}")
+    return fd

@@ -28,7 +28,7 @@ from kvstore.observe.recording import MAGIC, MOST_AT_ONCE, Keys, encode_request,
 from kvstore.tiers.disk.trust import STRICT
 from kvstore.types import about
 
-__all__ = ["MOST_QUEUED", "Recorder"]
+__all__ = ["MOST_QUEUED", "Recorder", "fault_of"]
 
 MOST_QUEUED = 2**20
 """Most keys in the queue; further requests are dropped and counted."""
@@ -208,18 +208,11 @@ class Recorder:
                 # Another process has begun meanwhile, and kept this as the older one.
                 os.close(fd)
                 continue
-            fault = STRICT.file_fault(fd, written=True)
-            if fault is not None:
+            if (fault := fault_of(fd)) is not None:
                 os.close(fd)
                 raise ConfigError(f"record_trace = {str(mine)!r}: {fault}")
-            found = os.pread(fd, len(MAGIC), 0)
-            if not found:
+            if not os.fstat(fd).st_size:
                 return mine, fd
-            if found != MAGIC:
-                os.close(fd)
-                raise ConfigError(
-                    f"record_trace = {str(mine)!r}: exists and is not a recording of kvstore"
-                )
             if _has_no_record(fd):
                 # Of a start that failed, or that served nobody: the older one stays.
                 return mine, fd
@@ -233,6 +226,14 @@ class Recorder:
         raise ConfigError(
             f"record_trace = {str(path)!r}: {MOST_FILES} processes already record there"
         )
+
+
+def fault_of(fd: int) -> str | None:
+    """Why an open file is not to be recorded to, or None."""
+    fault = STRICT.file_fault(fd, written=True)
+    if fault is None and os.pread(fd, len(MAGIC), 0) not in (MAGIC, b""):
+        fault = "exists and is not a recording of kvstore"
+    return fault
 
 
 def _has_no_record(fd: int) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 from typing import TYPE_CHECKING, Any
 
 from vllm.v1.kv_cache_interface import (
@@ -31,6 +32,9 @@ __all__ = [
 
 logger = logging.getLogger("kvstore")
 
+AT_ITS_END = 10
+"""Seconds that an engine needs to end beside the copies."""
+
 
 def check_continues(vllm_config: Any) -> None:
     """Make sure that this vLLM can compute the rest of a prompt whose beginning is loaded.
@@ -53,8 +57,11 @@ def check_continues(vllm_config: Any) -> None:
         )
 
 
-def check_engine_with_tiers(vllm_config: Any) -> None:
+def check_engine_with_tiers(vllm_config: Any, seconds: float) -> None:
     """Make sure that what this engine computes may outlive it, and say if it is killed at its end.
+
+    Args:
+        seconds: how long its end may take.
 
     Raises:
         ConfigError: if its weights are to be replaced while it runs. Connectors are not told of
@@ -66,11 +73,15 @@ def check_engine_with_tiers(vllm_config: Any) -> None:
             "disk or in a store would be taken for those of other weights; leave tiers out, or "
             "weight_transfer_config"
         )
-    if getattr(vllm_config, "shutdown_timeout", None) == 0:
+    given = getattr(vllm_config, "shutdown_timeout", None)
+    if given is not None and given <= seconds:
         logger.warning(
-            "vLLM kills this engine when it is told to end (--shutdown-timeout 0): chunks that "
-            "were not copied to a tier by then are lost, all of host memory with the flows demote "
-            "and exclusive; start it with --shutdown-timeout 30",
+            "vLLM kills this engine %d s after it is told to end, and copies to tiers may take %g "
+            "(shutdown_timeout_s): chunks that were not copied by then are lost, all of host "
+            "memory with the flows demote and exclusive; start it with --shutdown-timeout %d",
+            given,
+            seconds,
+            math.ceil(seconds) + AT_ITS_END,
             extra=about("server.killed_at_end"),
         )
 

@@ -210,7 +210,7 @@ class KVStoreTier(SecondaryTierManager):
         self._engine = engine = current_engine()
         check_windows(spec.config, engine)
         vllm_config = None if engine is None else engine.vllm_config
-        check_engine_with_tiers(vllm_config)
+        check_engine_with_tiers(vllm_config, config.shutdown_timeout_s)
         check_recurrent(spec.config, engine, tiers=True)
         given = config.identity or {}
         identity = told.naming.whole(layout.identity, spec.config, engine, given)

@@ -28,7 +28,7 @@ from kvstore.vllm.checks import (
     check_recurrent,
     check_windows,
 )
-from kvstore.vllm.identity.naming import Naming
+from kvstore.vllm.identity.naming import NAMING_KEYS, Naming
 from kvstore.vllm.layout import Layout
 from kvstore.vllm.metrics_report import LABELS, definitions
 from kvstore.vllm.version import LOADS_WITHIN_STEPS, hashes_last, join_server_log
@@ -94,7 +94,8 @@ class KVStoreOffloadingSpec(OffloadingSpec):
             raise ValueError(f"unknown key {key} = {values[key]!r}: vLLM decides it")
         _check_budget(values.pop(BUDGET_KEY, None))
         self._naming = Naming.taken_from(values)
-        self.store_config = Config.from_mapping(values, ignore=CONNECTOR_KEYS)
+        others = CONNECTOR_KEYS.union(NAMING_KEYS, (BUDGET_KEY,))
+        self.store_config = Config.from_mapping(values, ignore=others)
         vllm_config = None if engine is None else engine.vllm_config
         self.layout = Layout(config, _kv_heads(config, vllm_config))
         self.worker_apart = _is_apart(vllm_config)
@@ -125,7 +126,7 @@ class KVStoreOffloadingSpec(OffloadingSpec):
         check_recurrent(self.config, self.engine, tiers=bool(self.store_config.tiers))
         check_windows(self.config, self.engine)
         if self.store_config.tiers:
-            check_engine_with_tiers(vllm_config)
+            check_engine_with_tiers(vllm_config, self.store_config.shutdown_timeout_s)
         for key in ("disk_codec", "store_codec"):
             if (path := getattr(self.store_config, key)) is not None:
                 check_codec(key, read_gate(path), self.engine)

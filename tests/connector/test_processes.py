@@ -5,6 +5,7 @@ from __future__ import annotations
 import multiprocessing
 import uuid
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -116,16 +117,24 @@ class Workers:
 
 
 @pytest.fixture
-def workers(tmp_path: Path) -> Iterator[Workers]:
-    some = Workers(tmp_path.name, tmp_path)
+def name() -> str:
+    """A name of a server: those of all processes of this machine must differ."""
+    return f"test-{uuid.uuid4()}"
+
+
+@pytest.fixture
+def workers(name: str, tmp_path: Path) -> Iterator[Workers]:
+    some = Workers(name, tmp_path)
     yield some
     some.end()
     for process in some.processes:
         process.kill()
 
 
-def test_each_worker_gets_its_own_part_of_a_chunk_back(workers: Workers, tmp_path: Path) -> None:
-    server = Server(ConnectorScheduler(spec_of(tmp_path.name, folder=tmp_path)))
+def test_each_worker_gets_its_own_part_of_a_chunk_back(
+    workers: Workers, name: str, tmp_path: Path
+) -> None:
+    server = Server(ConnectorScheduler(spec_of(name, folder=tmp_path)))
     scheduler = server.scheduler
     first, second = Request("a", PROMPT), Request("b", PROMPT)
     for block in range(6):
@@ -163,13 +172,16 @@ def test_workers_without_a_place_are_refused(server: str | None, rank: Any, mess
         spec_of(server, rank)
 
 
-def test_a_second_worker_of_one_rank_is_not_taken_for_the_other(tmp_path: Path) -> None:
+def test_a_second_worker_of_one_rank_is_not_taken_for_the_other(name: str) -> None:
     shape = RegionShape(8, 4096, 0)
-    region = share_region(tmp_path.name, WORKERS, shape, 0, 3000)
+    region = share_region(name, WORKERS, shape, 0, 3000)
     try:
-        with pytest.raises(ConfigError, match=r"the place 0 \(rank\) of this one"):
-            share_region(tmp_path.name, WORKERS, shape, 0, 3000)
-        others = [share_region(tmp_path.name, WORKERS, shape, rank, 3000) for rank in (1, 2)]
+        with ThreadPoolExecutor() as pool:
+            wrong = [pool.submit(share_region, name, WORKERS, shape, 0, 3000) for _ in range(3)]
+        for one in wrong:
+            with pytest.raises(ConfigError, match=r"the place 0 \(rank\) of this one"):
+                one.result()
+        others = [share_region(name, WORKERS, shape, rank, 3000) for rank in (1, 2)]
         assert region.complete
         for other in others:
             other.close()
@@ -177,11 +189,9 @@ def test_a_second_worker_of_one_rank_is_not_taken_for_the_other(tmp_path: Path) 
         region.close()
 
 
-def test_what_a_worker_that_was_started_again_alone_copies_is_told_as_failed(
-    tmp_path: Path,
-) -> None:
-    some = Workers(tmp_path.name, None)
-    scheduler = ConnectorScheduler(spec_of(tmp_path.name))
+def test_what_a_worker_that_was_started_again_alone_copies_is_told_as_failed(name: str) -> None:
+    some = Workers(name, None)
+    scheduler = ConnectorScheduler(spec_of(name))
     try:
         server = Server(scheduler)
         first, second = Request("a", PROMPT), Request("b", PROMPT)
@@ -203,13 +213,11 @@ def test_what_a_worker_that_was_started_again_alone_copies_is_told_as_failed(
         scheduler.shutdown()
 
 
-def test_workers_of_other_sizes_are_refused_though_their_rows_are_as_large(
-    tmp_path: Path,
-) -> None:
+def test_workers_of_other_sizes_are_refused_though_their_rows_are_as_large(name: str) -> None:
     shape = RegionShape(8, 4096, 0)
-    region = share_region(tmp_path.name, WORKERS, shape, 0, 3000)
+    region = share_region(name, WORKERS, shape, 0, 3000)
     try:
         with pytest.raises(OtherShapeError, match=r"8x4096x3000 .*, not 8x4096x2000"):
-            share_region(tmp_path.name, WORKERS, shape, 1, 2000)
+            share_region(name, WORKERS, shape, 1, 2000)
     finally:
         region.close()

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import pytest
+
+from kvstore.core import Flow, arrivals
 from kvstore.core.residency.base import TierView
 from kvstore.core.residency.health import FIRST_PAUSE
 from kvstore.core.residency.remote_answers import Answers
 from kvstore.policies.lru import LRU
 from kvstore.types import Op
 from tests.core.rig import Rig, chain
+from tests.core.test_flow import demoting, store
 
 A, B, C = chain("a", 4), chain("b", 4), chain("c", 4)
 
@@ -366,3 +370,41 @@ def test_the_policy_hears_of_each_group_by_itself() -> None:
     queue(rig, "a", prompt)
     rig.settle()
     assert policy.told == groups
+
+
+def test_keys_that_are_nowhere_do_not_count_for_what_may_be_queued(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(arrivals, "MOST_KEYS", 100)
+    rig = Rig(rows=64, on=[A])
+    for name in "mnop":
+        assert queue(rig, name, [*A, *chain(name, 40)])
+        rig.settle()
+
+
+def test_host_memory_shrinks_although_queued_requests_lease_it() -> None:
+    rig = Rig(rows=16, on=[[*A, *B]])
+    queue(rig, "a", A)
+    queue(rig, "b", B)
+    rig.settle()
+    rig.core.limit_rows(2)
+    for _ in range(10):
+        rig.settle()
+        rig.step(1.0)
+    assert (rig.core.rows, rig.core.changing) == (2, 0)
+
+
+def test_a_store_takes_nothing_from_a_queued_request_where_others_may_leave() -> None:
+    """Also where they are copied before they leave."""
+    for flow in (Flow.WRITE_THROUGH, Flow.DEMOTE):
+        rig = demoting(flow, rows=16, slots=64)
+        store(rig, A)
+        for name in "uvwxyz":
+            store(rig, chain(name, 4))
+            rig.settle()
+        queue(rig, "r", A)
+        rig.settle()
+        for name in "cdefghij":
+            store(rig, chain(name, 2))
+            rig.settle()
+        assert rig.stats.gave_way == 0, flow

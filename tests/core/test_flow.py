@@ -116,6 +116,25 @@ def test_an_exclusive_tier_gives_its_copy_up_at_promotion() -> None:
     assert all(rig.in_host(key) for key in a)
 
 
+def test_an_exclusive_tier_keeps_what_is_only_being_stored() -> None:
+    """The store may fail, and then it has the only copy."""
+    rig, a = demoting(Flow.EXCLUSIVE, rows=16), chain("a", 4)
+    store(rig, a)
+    for name in "bcde":
+        store(rig, chain(name, 4))
+        rig.settle()
+    assert on_disk(rig) >= set(a)
+    while (grant := rig.core.prepare_store(a, "first")) is None:
+        rig.settle()
+    assert grant.keys == a
+    rig.step()
+    rig.core.prepare_store(a, "second")
+    rig.step()
+    rig.core.complete_store(grant.keys, "first", ok=False)
+    rig.settle()
+    assert all(key in on_disk(rig) or rig.in_host(key) for key in a)
+
+
 def test_a_filter_decides_what_is_demoted() -> None:
     gate = Gate(least=2)
     rig, once, twice = demoting(gate=gate), chain("a", 2), chain("b", 2)

@@ -19,19 +19,29 @@ from tests.core.rig import chain
 SLOTS = 8
 
 
-def recovered(held: Sequence[bytes] = (), segments: int = 1, most: int = 1) -> RecoveredTier:
+def recovered(
+    held: Sequence[bytes] = (), segments: int = 1, most: int = 1, notes: int = 0
+) -> RecoveredTier:
     entries = [(key, slot) for slot, key in enumerate(held)]
-    return RecoveredTier("disk", "disk", entries, SLOTS, list(range(segments)), most)
+    segment_list = list(range(segments))
+    return RecoveredTier("disk", "disk", entries, SLOTS, segment_list, most, note_chunks=notes)
 
 
 class Bench:
     """Jobs over one owned tier and perhaps a peer; the test says how moves end."""
 
     def __init__(
-        self, held: Sequence[bytes] = (), *, most: int = 1, rows: int = 64, policy: str = "lru"
+        self,
+        held: Sequence[bytes] = (),
+        *,
+        most: int = 1,
+        rows: int = 64,
+        policy: str = "lru",
+        notes: int = 0,
     ) -> None:
         self.log: list[str] = []
-        self.tier = OwnedTier(0, recovered(held, 1, most), create_policy(policy, most * SLOTS), 32)
+        opening = recovered(held, 1, most, notes)
+        self.tier = OwnedTier(0, opening, create_policy(policy, most * SLOTS), 32)
         self.peer = PeerTier(1, RecoveredTier("peer", "disk", [], SLOTS, [], 0), 32)
         tiers: list[TierView] = [self.tier, self.peer]
         self.jobs = Jobs(tiers, rows, deadline=1.0, max_wait=10.0, events=True, log=self._log)
@@ -246,3 +256,16 @@ def test_random_jobs_all_end_and_get_their_own_bytes(policy: str, seed: int) -> 
     for key, slot in bench.tier.entries.items():
         assert disk[slot] == key
     assert len(bench.tier.entries) <= 2 * SLOTS
+
+
+def test_uses_are_recorded_again_and_again_beside_a_compaction() -> None:
+    held = chain("a", SLOTS)
+    bench = Bench(held, notes=4)
+    noted = 0
+    for _ in range(100):
+        bench.jobs.touch(held)
+        for move in bench.step(2.0):
+            noted += move.op is Op.NOTE
+            bench.end(move)
+    assert noted > 2
+    assert bench.tier.compactor.removed_segments == 0

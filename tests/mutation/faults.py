@@ -399,8 +399,8 @@ FAULTS = (
         "kvstore/core/wait_queue.py",
         (
             "a request waits for ever while something moves",
-            "if now - moved >= self.deadline or now - request.since >= self.max_wait:",
-            "if now - moved >= self.deadline:",
+            "return min(moved + self.deadline, request.since + self.max_wait)",
+            "return moved + self.deadline",
         ),
         (
             "a request is not told that a chunk will not arrive",
@@ -609,8 +609,8 @@ FAULTS = (
         "tiers/disk/volume.py",
         (
             "a segment is removed while it is being read",
-            "if self._used.get(number):",
-            "if self._used.get(-1):",
+            "lambda: not self._used[number]",
+            "lambda: not self._used[-1]",
         ),
         (
             "open segments stay in the epoch before",
@@ -776,8 +776,8 @@ FAULTS = (
         ),
         (
             "a purge writes into a file that is not to be trusted",
-            "if fault is not None:\n            raise ForeignFileError",
-            "if fault == '':\n            raise ForeignFileError",
+            "if fault is not None:\n        os.close(fd)",
+            "if fault == '':\n        os.close(fd)",
         ),
     ),
     # -- stores ------------------------------------------------------------------------------

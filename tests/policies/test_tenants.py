@@ -41,6 +41,7 @@ class Spread(Tenants):
         return super().evict(count, protected)
 
 
+KEYS_20 = [b"key %d" % number for number in range(20)]
 SPREAD = Shares({"a": Share(weight=3.0), "b": Share()}, partitions=1)
 
 
@@ -443,3 +444,15 @@ def _check(
             # One chunk more or less, as chunks are not divided.
             least = by_weight(asker) - 1 / shares[asker].weight
             assert by_weight(part) + 1 / share.weight >= least
+
+
+def test_more_may_be_evicted_than_two_tenants_have_coming() -> None:
+    policy = Tenants(20, LRU, Shares({"a": Share(), "b": Share()}))
+    ours, others, more = tenant_keys("a", KEYS_20[:10]), tenant_keys("b", KEYS_20[10:]), b"more"
+    for key in (*ours, *others):
+        policy.insert(key)
+    incoming = [*tenant_keys("a", [more]), *tenant_keys("b", [more])]
+    assert len(policy.evict_up_to(6, nobody, incoming)) == 6
+    found = policy.evict(6, nobody, incoming)
+    assert found is not None
+    assert len(found) == 6

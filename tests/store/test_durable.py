@@ -205,3 +205,18 @@ async def test_segments_are_read_whole_by_calls_that_return_less(
     monkeypatch.setattr(os, "pread", lambda fd, size, at: pread(fd, min(size, 100), at))
     async with kvstore.open(config) as store:
         assert store.contains(keys) == [True] * len(keys)
+
+
+async def test_a_budget_for_writes_counts_what_is_written(tmp_path: Path) -> None:
+    """A chunk takes whole pages on disk."""
+    config = small(tmp_path, rows=64, disk=64, chunk_bytes=5000)
+    config["tiers"][0]["admission"] = {
+        "name": "endurance",
+        "bytes_per_day": 86_400,
+        "burst_s": 10 * 8192,
+    }
+    keys = keys_of("a", 30)
+    async with kvstore.open(config) as store:
+        await store.put(keys, [bytes(5000)] * 30)
+        await store.flush()
+        assert store.stats().tiers[0].chunks == 10

@@ -57,11 +57,18 @@ async def test_a_generator_that_fills_one_buffer_again_and_again_is_refused(
             stage[:] = data
             yield stage
 
-    async with open_store(rows=8) as store:
+    async with open_store(rows=16) as store:
         with pytest.raises(KVStoreError, match="the same memory"):
             await store.put(keys, stages())
         assert store.contains_prefix(keys) == 0
         assert await store.put(keys, (bytearray(data) for data in payloads(keys))) == 3
+        ring = bytearray(CHUNK + 8)
+        with pytest.raises(KVStoreError, match="the same memory"):
+            await store.put(keys[:2], (memoryview(ring)[at : at + CHUNK] for at in (0, 8)))
+        zeros = keys_of("fixed", 3)
+        for fixed in (bytes(CHUNK), memoryview(bytes(CHUNK)), np.frombuffer(bytes(CHUNK), "u1")):
+            assert await store.put(zeros, (fixed for _ in zeros)) == 3
+        assert await store.put(zeros, dict.fromkeys(zeros, bytearray(CHUNK)).values()) == 3
         assert await store.put(keys_of("zeros", 3), [bytes(CHUNK)] * 3) == 3
         assert await contents(store, keys) == payloads(keys)
 

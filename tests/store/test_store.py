@@ -802,6 +802,28 @@ async def test_many_who_wait_share_the_steps_that_wake_them(
         assert await asyncio.gather(*asking) == [1] * len(prompts)
 
 
+async def test_many_calls_of_one_turn_share_a_step(
+    open_store: Open, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each step costs more the more requests wait."""
+    keys = keys_of("many", 600)
+    async with open_store(rows=700, disk=700) as store:
+        await store.put(keys, payloads(keys), durable=True)
+    async with open_store(rows=700, disk=700) as store:
+        steps, poll = 0, Core.poll
+
+        def counted(self: Core, *given: Any) -> None:
+            nonlocal steps
+            steps += 1
+            poll(self, *given)
+
+        monkeypatch.setattr(Core, "poll", counted)
+
+        got = await asyncio.gather(*(contents(store, [key]) for key in keys))
+        assert [one for (one,) in got] == payloads(keys)
+        assert steps < len(keys) / 2
+
+
 async def test_closing_does_not_go_on_copying_after_its_time(
     open_store: Open, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import subprocess
 import sys
 import threading
 import time
@@ -50,6 +51,23 @@ def test_what_is_written_is_read(file: Path) -> None:
     table = parse_keys({"*": [OTHER], 'a "name" of\n mine': [NEW, OLD]}, "here")
     write_keys(file, table)
     assert parse_keys(read_keys(file), "there") == table
+    assert [path.name for path in file.parent.iterdir()] == [file.name]
+
+
+def test_what_a_killed_process_left_goes_with_the_keys_in_it(file: Path) -> None:
+    table = parse_keys({"*": [OTHER], "alice": [NEW]}, "here")
+    write_keys(file, table)
+    killed = f"""
+import os, signal
+from pathlib import Path
+from kvstore.tiers import keys
+os.fsync = lambda fd: os.kill(os.getpid(), signal.SIGKILL)
+file = Path({str(file)!r})
+keys.write_keys(file, keys.parse_keys(keys.read_keys(file), "here"))
+"""
+    assert subprocess.run([sys.executable, "-c", killed], check=False).returncode == -9
+    assert len(list(file.parent.iterdir())) == 2
+    write_keys(file, {"*": table["*"]})
     assert [path.name for path in file.parent.iterdir()] == [file.name]
 
 

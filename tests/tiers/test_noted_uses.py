@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import errno
 import threading
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -16,6 +18,7 @@ from kvstore.tiers.disk.format import RECORD_BYTES, Geometry
 from kvstore.tiers.disk.index import IndexFile, read_index
 from kvstore.tiers.disk.io.buffered import BufferedIO
 from kvstore.tiers.disk.segment import Segment
+from tests.patience import TOO_LONG
 from tests.tiers.conftest import OpenBench
 from tests.tiers.support import GEOMETRY, NAMESPACE, SLOT, SLOTS, lane_of, segment_of
 
@@ -167,3 +170,23 @@ async def test_the_record_of_a_slot_is_gone_before_its_bytes_are_written(
         assert segment.index.live().slots == ALL
     finally:
         segment.close()
+
+
+async def test_a_slot_that_is_rewritten_meanwhile_counts_no_reads_of_the_chunk_before(
+    folder: Path, open_bench: OpenBench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bench = open_bench(io="buffered")
+    await bench.store(KEYS[:1], [0])
+    assert await bench.fetch(KEYS[:1] * 5, [0] * 5) == [True] * 5
+    note, loop = IndexFile.note_use, asyncio.get_running_loop()
+
+    def slow(self: IndexFile, *given: Any) -> bool:
+        done = note(self, *given)
+        storing = asyncio.run_coroutine_threadsafe(bench.store(KEYS[1:2], [0]), loop)
+        assert storing.result(TOO_LONG).ok == [True]
+        return done
+
+    monkeypatch.setattr(IndexFile, "note_use", slow)
+    assert await bench.tier.note_uses(KEYS[:1], [0]) is None
+    await bench.close([(KEYS[1], 0)])
+    assert read_index(segment_of(folder))[1].records["reads"].tolist() == [0]

@@ -9,7 +9,7 @@ import shutil
 import subprocess
 import sys
 import threading
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -25,11 +25,11 @@ from kvstore.tiers.disk import format as disk_format
 from kvstore.tiers.disk.descriptors import SPARE_DESCRIPTORS
 from kvstore.tiers.disk.io import IOBackend
 from kvstore.tiers.disk.places import Places
-from kvstore.tiers.disk.watch import IN_TURN
+from kvstore.tiers.disk.watch import IN_TURN, Watch
 from kvstore.types import Changes
 from tests.patience import PATIENCE, TOO_LONG
 from tests.tiers.conftest import OpenBench
-from tests.tiers.support import ROWS, SEGMENT, SLOTS, lane_of, segment_of
+from tests.tiers.support import ROWS, SEGMENT, SLOTS, disk_of, lane_of, segment_of
 
 KEYS = [key_of(n) for n in range(SLOTS)]
 ALL = list(range(SLOTS))
@@ -207,6 +207,46 @@ async def test_what_a_look_finds_while_a_read_fails_stays_known(
     assert (await follower.tier.read(KEYS[:1], [slot], [0])).ok == [False]
     assert not (await follower.look()).gone
     assert await follower.read(key_of(100)) == [True]
+
+
+async def test_the_same_chunk_that_a_look_finds_while_a_read_fails_stays_known(
+    open_bench: OpenBench, follow: Follow, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    owner = open_bench()
+    await owner.store(KEYS, ALL)
+    follower = follow()
+    slot = follower.entries[KEYS[0]]
+    disk_of(owner).volumes[0].segments[0].index.erase(0, 1)
+    assert (await follower.tier.read(KEYS[:1], [slot], [0])).ok == [False]
+    await owner.store(KEYS[:1], [0])
+    with monkeypatch.context() as patched:
+        # The look had begun before.
+        patched.setattr(Watch, "_forget_wrong", lambda self: None)
+        await follower.look()
+    assert not (await follower.look()).gone
+    assert await follower.read(KEYS[0]) == [True]
+
+
+async def test_an_error_is_told_beside_a_slot_that_its_owner_rewrote(
+    open_bench: OpenBench, follow: Follow, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    owner = open_bench(io="buffered")
+    await owner.store(KEYS, ALL)
+    follower = follow(io="buffered")
+    segment = disk_of(owner).volumes[0].segments[0]
+    segment.index.erase(0, 1)
+    read, bad = os.preadv, segment.offset_of(1)
+
+    def failing(fd: int, buffers: Sequence[memoryview], offset: int) -> int:
+        if offset <= bad < offset + sum(map(len, buffers)):
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        return read(fd, buffers, offset)
+
+    monkeypatch.setattr(os, "preadv", failing)
+    slots = [follower.entries[key] for key in KEYS[:3]]
+    done = await follower.tier.read(KEYS[:3], slots, [0, 1, 2])
+    assert (done.ok, done.unread) == ([False, False, True], [1])
+    assert done.error is not None
 
 
 async def test_a_segment_whose_name_is_used_again_between_two_looks_is_followed(

@@ -149,6 +149,18 @@ def test_many_threads_that_come_at_the_same_time_meet(name: str) -> None:
         assert not hosts_of(name)
 
 
+def test_many_that_came_and_went_do_not_keep_others_out(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(kvstore.tiers.rendezvous, "_WAITING", 2)
+    region = PinnedRegion.shared(name, ROWS, ROW, mappers=3)
+    try:
+        for _ in range(5):
+            PinnedRegion.shared(name, ROWS, ROW, mappers=3, timeout=1.0).close()
+    finally:
+        region.close()
+
+
 def test_no_file_is_ever_made(name: str, child: StartChild) -> None:
     """An end that leaves one would be seen by the fixture; a beginning is seen here."""
     other = child(MAPPER, name, ROWS, ROW, 3)

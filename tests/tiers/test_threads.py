@@ -21,9 +21,10 @@ import pytest
 
 from kvstore.errors import PathUnusableError
 from kvstore.testing.bench import key_of
+from kvstore.tiers.disk.segment import Segment
 from kvstore.tiers.disk.threads import LOADS_IN_A_ROW, IOThreads, Parts
-from tests.patience import PATIENCE, until, until_async
-from tests.tiers.support import bench_of, disk_of, segment_of
+from tests.patience import PATIENCE, TOO_LONG, until, until_async
+from tests.tiers.support import SEGMENT, bench_of, disk_of, segment_of
 
 Pool = Callable[[int], IOThreads]
 
@@ -579,4 +580,48 @@ async def test_a_segment_is_not_removed_while_it_is_read(
     gate.opened.set()
     assert await reading == [True] * 4
     assert await bench.tier.remove_segment(0) is None
+    await bench.tier.close([])
+
+
+async def test_growth_that_never_ends_holds_up_nothing_else(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Neither what writes records alone, which may be as often as there are threads."""
+    bench, gate, create = bench_of(tmp_path), Gate(), Segment.create
+    keys = [key_of(n) for n in range(4)]
+    await bench.store(keys, range(4))
+
+    def slow(*given: Any) -> Segment:
+        gate()
+        return create(*given)
+
+    monkeypatch.setattr(Segment, "create", slow)
+    growing = asyncio.ensure_future(bench.tier.grow())
+    await begun(gate)
+    for _ in range(disk_of(bench).volumes[0].threads.count):
+        async with asyncio.timeout(TOO_LONG):
+            assert await bench.tier.note_uses(keys[:1], [0]) is None
+            assert await bench.tier.erase([key_of(99)]) is None
+            assert await disk_of(bench).list_segment(0)
+    assert (await bench.store([key_of(5)], [5])).ok == [True]
+    gate.opened.set()
+    assert (await growing)[0] == 1
+    await bench.tier.close([])
+
+
+async def test_the_size_is_set_without_a_call_of_the_system(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is set on an event loop, and a file system may hang."""
+    bench = bench_of(tmp_path, segments=3)
+
+    def refused(*given: Any) -> None:
+        raise AssertionError("a call of the system")
+
+    with monkeypatch.context() as patched:
+        for name in ("statvfs", "listdir", "stat", "open"):
+            patched.setattr(os, name, refused)
+        bench.tier.resize(2 * SEGMENT)
+    assert (await bench.tier.grow())[0] == 1
+    assert (await bench.tier.grow())[0] is None
     await bench.tier.close([])

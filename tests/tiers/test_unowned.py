@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import shutil
 import time
@@ -455,3 +456,30 @@ async def test_what_strangers_left_in_ones_own_lane_counts_when_others_give_way(
     again = open_bench(segments=SEGMENTS + 1)
     await fill(again, 1)
     assert segments(folder, OLD) == [2], "two of four segments are a stranger's, and one is ours"
+
+
+async def test_what_cannot_be_removed_counts_and_is_told_once(
+    folder: Path,
+    open_bench: OpenBench,
+    at_once: None,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    await leave(open_bench, folder, OLD, 9999)
+
+    def refused(path: Path, fd: int) -> None:
+        raise OSError(errno.EPERM, os.strerror(errno.EPERM))
+
+    with monkeypatch.context() as patched:
+        patched.setattr(unowned, "remove_file", refused)
+        bench = open_bench()
+        for _ in range(3):
+            segment, told = await bench.tier.grow()
+            assert segment is None
+            assert told is not None
+            assert "cannot be removed" in told
+    assert segments(folder) == [0]
+    told_of = [one.message for one in caplog.records if "takes of the capacity" in one.message]
+    assert len(told_of) == 1
+    assert "Operation not permitted" in told_of[0]
+    assert (await bench.tier.grow())[0] == 1, "they can be removed by now"

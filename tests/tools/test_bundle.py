@@ -29,6 +29,7 @@ from kvstore.maintenance.bundle import (
 )
 from kvstore.maintenance.offline import compact
 from kvstore.tiers.disk.epoch import raise_epoch
+from kvstore.tiers.disk.namespace import FILE_NAME
 from tests.patience import PATIENCE
 from tests.store.support import CHUNK, contents, keys_of, payloads, small
 from tests.tools.support import command
@@ -219,7 +220,7 @@ async def test_an_import_displaces_nothing_where_something_is_odd(tmp_path: Path
     done = command("import", str(file), str(there), *small)
     assert done.returncode == (2 if small else 0), done.stderr
     if small:
-        assert "of which some would be removed" in done.stderr
+        assert "some of the chunks that are there would be removed" in done.stderr
     async with kvstore.open(settings(there)) as store:
         assert store.contains(whole) == [True] * len(whole)
         assert store.contains(KEYS) == [not small] * len(KEYS)
@@ -244,12 +245,75 @@ async def test_an_import_does_not_guess_how_much_is_there(
         import_bundle(file, there)
 
 
-async def test_a_namespace_is_no_place_for_another_one(tmp_path: Path) -> None:
+@pytest.mark.parametrize("model", ["one", "other"])
+async def test_an_import_into_less_than_is_there_removes_no_free_lane(
+    tmp_path: Path, model: str
+) -> None:
+    here, there, file = tmp_path / "here", tmp_path / "there", tmp_path / "bundle"
+    await fill(here)
+    export_bundle(here, file)
+    more = keys_of("more", 60)
+    await fill(there, more, model)
+    if model == "one":
+        # A second lane, as a second process has it.
+        async with (
+            kvstore.open(settings(there, model)),
+            kvstore.open(settings(there, model)) as two,
+        ):
+            await two.put(more[30:], payloads(more[30:]), durable=True)
+    held = sum(path.stat().st_size for path in there.rglob("segment-*"))
+    for lane in there.glob("*/lane-*/lock"):
+        os.utime(lane, (1, 1))
+    with pytest.raises(KVStoreError, match=r"some of the chunks that are there.* at least \d+"):
+        import_bundle(file, there, capacity_bytes=held + 8192)
+    before = sorted(there.rglob("segment-*"))
+    needed = 2 * held + 2**20
+    assert import_bundle(file, there, capacity_bytes=needed).stored == len(KEYS)
+    assert set(before) <= set(there.rglob("segment-*"))
+
+
+@pytest.mark.parametrize("below", [".", "lane-0"])
+async def test_a_namespace_is_no_place_for_another_one(tmp_path: Path, below: str) -> None:
     namespace, file = await fill(tmp_path / "here"), tmp_path / "bundle"
     assert command("export", str(namespace), str(file)).returncode == 0
-    done = command("import", str(file), str(namespace))
+    done = command("import", str(file), str(namespace / below))
     assert done.returncode == 2
-    assert "is a namespace: give the folder that it is in" in done.stderr
+    assert "a namespace: give the folder that it is in" in done.stderr
+
+
+async def test_what_is_no_file_of_its_own_is_not_replaced_by_a_bundle(tmp_path: Path) -> None:
+    namespace = await fill(tmp_path / "here")
+    pipe, link = tmp_path / "pipe", tmp_path / "link"
+    os.mkfifo(pipe)
+    link.symlink_to("target")
+    for file, what in [
+        (pipe, "is no regular file"),
+        (tmp_path, "is no regular file"),
+        (Path("/"), "is no regular file"),
+        (Path(), "is no regular file"),
+        (namespace / FILE_NAME, "is in the cache itself"),
+        (Path("/proc/x"), "/proc/x"),
+    ]:
+        with pytest.raises((KVStoreError, OSError), match=what):
+            export_bundle(namespace, file, replace=True)
+    assert pipe.is_fifo()
+    export_bundle(namespace, link)
+    assert link.is_symlink(), "the file behind it is made"
+    assert (tmp_path / "target").stat().st_size > 0
+
+
+async def test_a_chunk_whose_key_is_not_known_is_not_called_damaged(tmp_path: Path) -> None:
+    secrets, others = tmp_path / "keys", tmp_path / "others"
+    for number, path in enumerate((secrets, others)):
+        path.write_text(f'"*" = "{bytes([number] * 32).hex()}"\n')
+        path.chmod(0o600)
+    config = settings(tmp_path / "here") | {"encryption_keys": str(secrets), "tenants": {}}
+    async with kvstore.open(config) as store:
+        await store.put([b"key"], [bytes(CHUNK)], durable=True)
+    shown = ["show", str(tmp_path / "here"), b"key".hex(), "--keys"]
+    for keys, whole, status in [(secrets, "yes", 0), (others, "not checked: no key", 0)]:
+        done = command(*shown, str(keys))
+        assert (done.returncode, f"whole      {whole}" in done.stdout) == (status, True), done
 
 
 async def test_a_namespace_is_known_by_its_name_wherever_one_is(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -199,6 +200,20 @@ def test_what_will_fail_is_told_before_it_does(
     told = capsys.readouterr().out
     assert message in told
     assert told.endswith("kvstore.toml: cannot be used here\n")
+
+
+@pytest.mark.parametrize("odd", ["pipe", "link"])
+def test_what_no_recording_is_written_to_is_told(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], odd: str
+) -> None:
+    path = tmp_path / "trace"
+    if odd == "pipe":
+        os.mkfifo(path)
+    else:
+        path.symlink_to(tmp_path / "other")
+    told = toml(tmp_path, record_trace=f'"{path}"')
+    assert main(["config", "check", written(tmp_path, told)]) == 1
+    assert "WRONG record_trace: " in capsys.readouterr().out
 
 
 def test_a_store_is_checked_with_its_codec(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -158,3 +159,14 @@ async def test_a_namespace_that_no_server_opens_takes_no_place_among_the_kept(
     done = command("purge", str(tmp_path), "--namespace", file.parent.name, "--all")
     assert done.returncode == 2
     assert "remove the folder" in done.stdout
+
+
+async def test_gc_tells_what_it_left_with_a_fault(tmp_path: Path) -> None:
+    await three_models(tmp_path)
+    (segment, *_) = sorted(tmp_path.glob("first-*/lane-0/segment-*"))
+    os.truncate(segment, segment.stat().st_size - 5000)
+    done = command("gc", str(tmp_path), "--keep", "2", "--json")
+    told = json.loads(done.stdout)
+    (compacted,) = told["compacted"]
+    assert compacted["result"]["faults"]
+    assert done.returncode == 1

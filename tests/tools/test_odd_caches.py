@@ -273,6 +273,26 @@ def test_a_dry_run_refuses_what_the_run_would_refuse(cache: Path, run: Run) -> N
         assert run(*command_line, cache) == (status, told)
 
 
+@pytest.mark.parametrize("command_line", CHANGING)
+@pytest.mark.parametrize("odd", ["lane", "lock", "owner", "links"])
+def test_a_dry_run_tells_which_files_the_run_would_not_change(
+    cache: Path, run: Run, command_line: list[str], odd: str
+) -> None:
+    if os.geteuid() != 0:
+        pytest.skip("only root can give a file to another user")
+    segment = segments(cache)[0]
+    if odd == "lane":
+        segment.parent.chmod(0o777)
+    elif odd == "links":
+        os.link(segment, cache.with_name("more"))
+    else:
+        os.chown(segment if odd == "owner" else segment.with_name("lock"), STRANGER, STRANGER)
+    dry, told = run(*command_line, cache, "--dry-run")
+    assert dry, told
+    assert "WRONG" in told or "FAILED" in told
+    assert run(*command_line, cache)[0] == dry
+
+
 def test_lanes_whose_namespace_file_is_lost_are_told_and_left_alone(cache: Path, run: Run) -> None:
     (namespace,) = (path.parent for path in cache.glob("*/namespace.json"))
     lost = cache / "lost"
@@ -285,6 +305,11 @@ def test_lanes_whose_namespace_file_is_lost_are_told_and_left_alone(cache: Path,
     status, told = run("gc", cache, "--keep", 1, "--yes")
     assert f"keep  {namespace.name}" in told
     assert "leave lost, " in told
+    before = contents(lost)
+    status, told = run("purge", lost, "--all")
+    assert status == 2
+    assert f"FAILED {lost}" in told
+    assert contents(lost) == before
     assert [path.name for path in segments(lost)] == [path.name for path in segments(namespace)]
 
 

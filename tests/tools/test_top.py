@@ -95,6 +95,10 @@ async def test_the_command_shows_what_a_cache_on_disk_holds(
     told = capsys.readouterr().out
     assert "lane-0" in told
     assert " 6 " in told
+    (namespace,) = Path(str(config["tiers"][0]["path"])).iterdir()
+    (namespace / "namespace.json").write_text("{")
+    assert await asyncio.to_thread(main, arguments) == 1
+    assert "WRONG" in capsys.readouterr().out
 
 
 def test_engines_are_summed_and_other_metrics_passed_over(

@@ -560,6 +560,8 @@ def test_a_request_that_goes_on_at_a_reset_stores_no_more_and_the_next_one_does(
     [
         ({"cpu_byte": 1}, "unknown key cpu_byte = 1; did you mean cpu_bytes_to_use"),
         ({"chunk_bytes": 5}, "unknown key chunk_bytes = 5: vLLM decides it"),
+        ({"automatic_identiy": True}, "did you mean automatic_identity"),
+        ({"blocks_per_chunks": 2}, "did you mean blocks_per_chunk"),
         ({"cpu_bytes_to_use": "12 apples"}, "cpu_bytes_to_use = '12 apples'"),
         ({"cpu_bytes_to_use": 100}, "must hold at least one chunk of 4096 bytes"),
         (

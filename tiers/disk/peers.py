@@ -234,12 +234,11 @@ class PeerLanes(Tier):
             for place, (index, one) in enumerate(zip(extent, outcome.ok, strict=True)):
                 ok[index] = one
                 if first + place in outcome.wrong:
+                    # That an owner rewrote a slot is its right, not an error.
                     watch.note_wrong(number, first + place, keys[index])
                 elif not one:
                     unread.add(index)
-            # That an owner rewrote a slot is its right, not an error.
-            if not outcome.wrong:
-                told = told or outcome.error
+                    told = told or outcome.error
         return told
 
     # -- what a tier that is only read refuses ---------------------------------------------

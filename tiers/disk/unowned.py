@@ -79,6 +79,9 @@ class UnownedLanes:
         self._told: set[Path] = set()
         self._look_at = 0.0
         self._unfinished = False
+        self._stuck = 0
+        """Bytes of those that could not be removed since the last look."""
+        self._told_stuck: set[Path] = set()
         self._busy = threading.Lock()
 
     @property
@@ -87,30 +90,40 @@ class UnownedLanes:
         due = self._unfinished or time.monotonic() >= self._look_at
         return due and not self._busy.locked()
 
-    def make_room(self, most_bytes: int, most_segments: int | None = None) -> None:
+    def make_room(self, most_bytes: int, most_segments: int | None = None) -> bool:
         """Remove segments until the rest takes `most_bytes` at most. May block.
 
         Args:
             most_segments: how many are tried at once; by default as many as it takes.
+
+        Returns:
+            False if there are more bytes that cannot be removed.
         """
         with self._busy:
             if time.monotonic() >= self._look_at:
                 self._look_at = time.monotonic() + LOOK_SECONDS
+                self._stuck = 0
                 self._look()
-            held = sum(one.disk_bytes for one in self._spare)
+            held = self._stuck + sum(one.disk_bytes for one in self._spare)
             tried, self._unfinished, paused = 0, False, time.monotonic()
             while self._spare and held > most_bytes:
                 if tried == most_segments:
                     self._unfinished = True
-                    return
+                    break
                 tried += 1
                 if time.monotonic() - paused >= WORK_SECONDS:
                     time.sleep(PAUSE_SECONDS)
                     paused = time.monotonic()
                 one = self._spare.popleft()
-                held -= one.disk_bytes
-                with contextlib.suppress(OSError, ForeignFileError):
+                try:
                     self._remove(one)
+                    held -= one.disk_bytes
+                except (FileNotFoundError, ForeignFileError):
+                    held -= one.disk_bytes
+                except OSError as error:
+                    self._stuck += one.disk_bytes
+                    self._tell_stuck(one.path, error)
+            return self._stuck <= most_bytes
 
     def _look(self) -> None:
         lanes: list[tuple[bool, int, list[_Spare]]] = []
@@ -159,6 +172,16 @@ class UnownedLanes:
                 folder,
                 (time.time() - since) / 3600,
                 extra=about("disk.unowned_removed", path=folder),
+            )
+
+    def _tell_stuck(self, path: Path, error: OSError) -> None:
+        if path.parent not in self._told_stuck:
+            self._told_stuck.add(path.parent)
+            logger.warning(
+                "disk tier: %s, which nobody uses, cannot be removed and takes of the capacity: %s",
+                path,
+                error.strerror,
+                extra=about("disk.unowned_kept", path=path, error=error.strerror),
             )
 
 

@@ -12,7 +12,8 @@ import math
 import os
 import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -56,6 +57,8 @@ __all__ = ["Job", "Use", "Volume", "warn_of_unreadable"]
 logger = logging.getLogger("kvstore.disk")
 
 NO_LIMIT = 2**63
+
+IN_USE_SECONDS = 1.0
 
 UNOWNED_AT_ONCE = 4
 """Segments of unowned lanes that a store removes at most: it waits for that."""
@@ -130,9 +133,10 @@ class Volume:
         self._reads: dict[int, npt.NDArray[np.uint32]] = {}
         self._read_ms: dict[int, npt.NDArray[np.uint64]] = {}
         self._growth = threading.Lock()
-        # How many batches use each segment's files; none of these is removed.
-        self._used: dict[int, int] = {}
-        self._using = threading.Lock()
+        # How often each segment's files are being used; none of these is removed.
+        self._used: Counter[int] = Counter()
+        self._using = threading.Condition()
+        self._resized = False
         self.trust = trust
         folder = namespace.establish(path, trust)
         most = math.inf if capacity_bytes is None else capacity_bytes // wanted.file_bytes
@@ -258,44 +262,27 @@ class Volume:
     def _move_batch(
         self, job: Job, places: Sequence[Sequence[int]], region: PinnedRegion, sequence: int
     ) -> Parts[str | None]:
-        with self._using:
+        with self._use([job.slots[indices[0]] // self.geometry.slots for indices in places]):
             extents = [self._extent(job, indices, region) for indices in places]
-            numbers = [extent.segment.number for extent in extents]
-            for number in numbers:
-                self._used[number] = self._used.get(number, 0) + 1
-        try:
-            return (yield from self._move_extents(job, extents, places, sequence))
-        finally:
-            with self._using:
-                for number in numbers:
-                    self._used[number] -= 1
-
-    def _move_extents(
-        self,
-        job: Job,
-        extents: Sequence[Extent],
-        places: Sequence[Sequence[int]],
-        sequence: int,
-    ) -> Parts[str | None]:
-        moving = (
-            Reading(self.backend, extents, self.coder)
-            if job.load
-            else Writing(self.backend, extents, sequence, self.coder)
-        )
-        if moving.waits:
-            yield
-        outcomes = moving.end()
-        if job.load:
-            self._count_reads(extents, outcomes)
-            for extent, indices, outcome in zip(extents, places, outcomes, strict=True):
-                for slot, (index, ok) in enumerate(zip(indices, outcome.ok, strict=True)):
-                    if not ok and extent.first + slot not in outcome.wrong:
-                        job.unread.add(index)
-        else:
-            self._forget_reads(extents, outcomes)
-            self.lane.touch()
-            if self.unowned.due:
-                self._make_room(len(self.segments), UNOWNED_AT_ONCE)
+            moving = (
+                Reading(self.backend, extents, self.coder)
+                if job.load
+                else Writing(self.backend, extents, sequence, self.coder)
+            )
+            if moving.waits:
+                yield
+            outcomes = moving.end()
+            if job.load:
+                self._count_reads(extents, outcomes)
+                for extent, indices, outcome in zip(extents, places, outcomes, strict=True):
+                    for slot, (index, ok) in enumerate(zip(indices, outcome.ok, strict=True)):
+                        if not ok and extent.first + slot not in outcome.wrong:
+                            job.unread.add(index)
+            else:
+                self._forget_reads(extents, outcomes)
+                self.lane.touch()
+        if not job.load and self.unowned.due:
+            self._make_room(len(self.segments), UNOWNED_AT_ONCE)
         for indices, outcome in zip(places, outcomes, strict=True):
             for index, ok in zip(indices, outcome.ok, strict=True):
                 job.ok[index] = ok
@@ -348,6 +335,19 @@ class Volume:
 
     # -- segments ----------------------------------------------------------------------
 
+    @contextlib.contextmanager
+    def _use(self, numbers: Iterable[int]) -> Iterator[None]:
+        """Keep the files of these segments, if they are still there, for a block."""
+        used = Counter(numbers)
+        with self._using:
+            self._used.update(used)
+        try:
+            yield
+        finally:
+            with self._using:
+                self._used.subtract(used)
+                self._using.notify_all()
+
     def segments_in(self, capacity_bytes: int) -> int:
         """Return how many segments fit into this many bytes, beside files that are not ours.
 
@@ -364,20 +364,20 @@ class Volume:
 
     def resize(self, capacity_bytes: int) -> None:
         """Set `capacity_bytes`. Surplus segments stay until they are removed."""
-        _warn_of_size(self.lane.folder, capacity_bytes)
         self.max_segments = self.segments_in(capacity_bytes)
         self.capacity_bytes = capacity_bytes
-        more = self.backend.descriptors * (self.max_segments - len(self.segments))
-        allow_descriptors(max(0, more + SPARE_DESCRIPTORS), f"the lane {self.lane.folder}")
+        self._resized = True
 
     def grow(self) -> int | str:
         """Make one more segment: its number, or why that cannot be now. May block."""
-        if len(self.segments) < self.max_segments:
-            self._make_room(len(self.segments) + 1)
+        if len(self.segments) < self.max_segments and not self._make_room(len(self.segments) + 1):
+            return "segments of unowned lanes, which cannot be removed, take the room"
         with self._growth:
             if len(self.segments) >= self.max_segments:
                 return "the capacity is used up"
             try:
+                if self._resized:
+                    self._allow_growth()
                 if descriptors_left() < SPARE_DESCRIPTORS // 4:
                     # The next process is to open all of them, and may need more for itself.
                     raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
@@ -387,13 +387,27 @@ class Volume:
             self._add_counters(number)
             return number
 
-    def _make_room(self, segments: int, at_once: int | None = None) -> None:
-        """Shrink unowned lanes to the capacity that `segments` segments of this lane leave."""
+    def _allow_growth(self) -> None:
+        """See what the size that was set last needs of the system. It may need none: an event loop
+        sets it.
+        """
+        folder, self._resized = self.lane.folder, False
+        if self.capacity_bytes is not None:
+            _warn_of_size(folder, self.capacity_bytes)
+        more = self.backend.descriptors * (self.max_segments - len(self.segments))
+        allow_descriptors(more + SPARE_DESCRIPTORS, f"the lane {folder}")
+
+    def _make_room(self, segments: int, at_once: int | None = None) -> bool:
+        """Shrink unowned lanes to the capacity that `segments` segments of this lane leave.
+
+        Returns:
+            Whether there is room for so many, as far as that is known.
+        """
         if self.capacity_bytes is None:
-            return
+            return True
         own = self.recovered.foreign_bytes + segments * self.geometry.file_bytes
         try:
-            self.unowned.make_room(max(0, self.capacity_bytes - own), at_once)
+            return self.unowned.make_room(max(0, self.capacity_bytes - own), at_once)
         except OSError as error:
             logger.warning(
                 "disk tier: unowned lanes beside %s are not looked at: %s",
@@ -401,6 +415,7 @@ class Volume:
                 error.strerror,
                 extra=about("disk.unowned_kept", path=self.lane.folder, error=error.strerror),
             )
+            return True
 
     def list_segment(self, number: int) -> list[tuple[bytes, int]]:
         """(key, slot within the segment) of its valid records, in the order of storing. May block.
@@ -416,8 +431,7 @@ class Volume:
         Raises:
             OSError: as the system says.
         """
-        # The lock keeps its files open meanwhile.
-        with self._growth:
+        with self._use((number,)):
             segment = self.segments.get(number)
             if segment is None:
                 return False
@@ -432,8 +446,7 @@ class Volume:
         Raises:
             OSError: as the system says.
         """
-        # The lock keeps its files open meanwhile.
-        with self._growth:
+        with self._use((number,)):
             segment = self.segments.get(number)
             if segment is None or (segment.sealed_with(keys.ids()) and not keys.own_ids):
                 return []
@@ -448,11 +461,12 @@ class Volume:
     def remove(self, number: int) -> str | None:
         """Remove a segment's file; why that cannot be, or None. May block."""
         with self._growth:
-            segment = self.segments.get(number)
-            if segment is None:
-                return None
             with self._using:
-                if self._used.get(number):
+                segment = self.segments.get(number)
+                if segment is None:
+                    return None
+                # Who reads or writes records alone has done so in a moment.
+                if not self._using.wait_for(lambda: not self._used[number], IN_USE_SECONDS):
                     return f"{segment.path} is in use"
                 del self.segments[number]
             try:
@@ -461,7 +475,6 @@ class Volume:
                 self.segments[number] = segment
                 return f"{segment.path} cannot be removed: {error.strerror}"
             del self._reads[number], self._read_ms[number]
-            self._used.pop(number, None)
             # A file system may tell only now what went wrong with writes before.
             with contextlib.suppress(OSError):
                 segment.close()
@@ -502,13 +515,12 @@ class Volume:
         now = time.time_ns() // 1_000_000
         try:
             for number, slot, key, sequence in uses:
-                # The lock keeps its files open meanwhile.
-                with self._growth:
+                with self._use((number,)):
                     if number in self.segments:
                         reads = self._reads[number]
-                        index, more = self.segments[number].index, int(reads[slot])
-                        if index.note_use(slot, key, sequence, now, more):
-                            reads[slot] -= more
+                        # First, as another chunk may be in the slot afterwards.
+                        more, reads[slot] = int(reads[slot]), 0
+                        self.segments[number].index.note_use(slot, key, sequence, now, more)
         except OSError as error:
             return f"records in {self.lane.folder} cannot be written: {error.strerror}"
         return None
@@ -517,8 +529,7 @@ class Volume:
         """Take out every record of `keys`; why that could not be, or None. May block."""
         try:
             for number in list(self.segments):
-                # The lock keeps its files open meanwhile.
-                with self._growth:
+                with self._use((number,)):
                     if number in self.segments:
                         self.segments[number].index.erase_keys(keys)
         except OSError as error:
@@ -550,7 +561,8 @@ class Volume:
             ranks.get(slot, old)
             for slot, old in zip(slots, records["sequence"].tolist(), strict=True)
         ]
-        records["reads"] += self._reads[number][slots]
+        reads = records["reads"].astype(np.uint64) + self._reads[number][slots]
+        records["reads"] = np.minimum(reads, 2**32 - 1)
         records["read_ms"] = np.maximum(self._read_ms[number][slots], records["read_ms"])
 
     def close_files(self) -> None:

@@ -127,7 +127,7 @@ class Watch:
         self._room = 0
         """Segments that may be opened, so that files are left for the process and its own lane."""
         self._short = False
-        self._wrong: deque[tuple[int, int, bytes]] = deque()
+        self._wrong: deque[tuple[Watched, int, bytes, int]] = deque()
 
     @property
     def lanes(self) -> int:
@@ -141,15 +141,16 @@ class Watch:
 
     def note_wrong(self, number: int, slot: int, key: bytes) -> None:
         """Note that a slot of a segment did not hold this chunk. Never waits."""
-        self._wrong.append((number, slot, key))
+        if (watched := self._by_number.get(number)) is not None:
+            self._wrong.append((watched, slot, key, int(watched.crcs[slot])))
 
     def _forget_wrong(self) -> None:
         """Let the next change of these slots count, also where it brings the same chunk again."""
         while self._wrong:
-            number, slot, key = self._wrong.popleft()
-            watched = self._by_number.get(number)
-            # What another look has found there since counts.
-            if watched is not None and watched.keys[slot] == key:
+            watched, slot, key, crc = self._wrong.popleft()
+            # What another look has found there since counts, be it the same chunk.
+            same = watched.keys[slot] == key and watched.crcs[slot] == crc
+            if same and watched.number in self._by_number:
                 watched.keys[slot] = None
                 self._places.change([(key, watched.first + slot)], ())
 

@@ -200,7 +200,7 @@ class Compactor:
             if not self._relocated(move, completion, now):
                 self._give_up(now)
             return
-        elif completion.error is None:
+        elif move.op is Op.SHRINK and completion.error is None:
             self._slots.segment_removed(move.segment)
             with suppress(ValueError):
                 self._rewrites.remove(move.segment)

@@ -237,6 +237,23 @@ class OwnedTier(CopyTarget):
         """Set `compaction_rate`."""
         self.compactor.set_rate(chunks_per_second)
 
+    def upkeep_ended(self, move: Move, completion: Completion, now: float, overtaken: bool) -> bool:
+        """Take in the end of a move of `due` or `compaction`, which a reset may have overtaken.
+
+        Returns:
+            False if it is a move of another kind.
+        """
+        if move.op is Op.GROW:
+            self.growth_ended(completion.segments, now, overtaken)
+        elif move.op is Op.NOTE:
+            if not overtaken:
+                self.index.recency.ended()
+        elif move.op in (Op.LIST, Op.RELOCATE, Op.SHRINK):
+            self.compacted(move, completion, now, overtaken)
+        else:
+            return False
+        return True
+
     def compacted(self, move: Move, completion: Completion, now: float, overtaken: bool) -> None:
         """Take in the end of a compaction move, which a reset may have overtaken."""
         if not overtaken:

@@ -17,7 +17,10 @@ from kvstore.tiers.disk.namespace import read_namespace
 if TYPE_CHECKING:
     from kvstore.vllm.engine import Engine
 
-__all__ = ["Naming", "siblings"]
+__all__ = ["NAMING_KEYS", "Naming", "siblings"]
+
+NAMING_KEYS = ("automatic_identity", "fingerprint_weights")
+"""Keys of a configuration that say how an engine is named."""
 
 UNSEEN = (
     "the configuration of the engine is not known here, so nobody can tell whose chunks may be used"
@@ -57,7 +60,7 @@ class Naming:
             ConfigError: for a value that is no flag.
         """
         switches = []
-        for key in ("automatic_identity", "fingerprint_weights"):
+        for key in NAMING_KEYS:
             value = values.pop(key, True)
             if not isinstance(value, bool):
                 raise ConfigError(f"{key} = {value!r}: must be true or false")
