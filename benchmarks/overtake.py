@@ -59,7 +59,7 @@ class Slots:
         """The seconds of each load."""
         seconds: list[float] = []
         for _ in range(LOADS):
-            first = self._half + random.randrange(self._half - self._loaded)
+            first = self._half + random.randrange(self._half - self._loaded + 1)
             slots = list(range(first, first + self._loaded))
             began = time.perf_counter()
             done = await self._tier.read([self._keys[slot] for slot in slots], slots, slots)
@@ -90,6 +90,10 @@ def main() -> None:
     parser.add_argument("--footprint", type=parse_size, default=512 * 2**20)
     parser.add_argument("--rounds", type=int, default=6)
     options = read_options(parser, sizes=[2**18], load=2**20, footprint=2**25, rounds=1)
+    if not max(options.sizes) <= options.load < options.footprint // 2:
+        parser.error(
+            "--load: must be a chunk of --sizes at least, and less than half of --footprint"
+        )
     for chunk_bytes in options.sizes:
         region = filled_region(options.footprint // chunk_bytes, chunk_bytes)
         loop = new_event_loop()

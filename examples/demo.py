@@ -10,6 +10,7 @@ came from the cache, and whether every completion equals the reference.
 
 from __future__ import annotations
 
+import argparse
 import json
 import statistics
 import subprocess
@@ -107,5 +108,6 @@ def _ttft(found: dict[str, Any]) -> float:
 
 
 if __name__ == "__main__":
-    # --dry: one short prompt, whose times mean nothing.
-    sys.exit(main([[0, 256]] if "--dry" in sys.argv[1:] else PROMPTS))
+    parser = argparse.ArgumentParser(prog="python -m examples.demo", description=__doc__)
+    parser.add_argument("--dry", action="store_true", help="one short prompt: times mean nothing")
+    sys.exit(main([[0, 256]] if parser.parse_args().dry else PROMPTS))

@@ -364,6 +364,8 @@ def _unreadable(path: str | Path, error: OSError) -> ConfigError:
 def write_keys(path: Path, keys: Mapping[str, Sequence[Secret]]) -> None:
     """Write a file of keys, which appears whole or not at all, for its owner alone.
 
+    One process at a time may do so.
+
     One that is there keeps its owner and mode; behind a symbolic link, the file itself is replaced.
 
     Raises:

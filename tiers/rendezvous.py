@@ -153,7 +153,10 @@ class Rendezvous:
                 return None
             except BlockingIOError:
                 # So many have come and gone that it has no room for one more.
-                return self._open_of_anybody()
+                fd = self._open_of_anybody()
+                if fd is None:
+                    self._wait_for_lacking_host(-1)
+                return fd
             credentials = asking.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12)
             pid, uid, _ = struct.unpack("3i", credentials)
             if uid != os.getuid():

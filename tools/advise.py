@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from kvstore.config import Config
+from kvstore.config.model import HOST_ALONE
 from kvstore.core import Flow
 from kvstore.errors import ConfigError
 from kvstore.plugins import Choice
@@ -162,7 +163,7 @@ class _Trial:
             f"With room for all, {_percent(whole.hit_ratio)} of the chunks asked for would be "
             "hits; the others are asked for once, or follow one that is."
         ]
-        best = alone = self._better(Setup(host), Setup(host, host_policy=DENSITY))
+        best = alone = self._better(Setup(host, host_policy=HOST_ALONE), Setup(host))
         if self._costs.pays_from == math.inf:
             assert self._costs.compute is not None
             assert self._costs.read is not None
@@ -188,7 +189,7 @@ class _Trial:
     def _with_disk(self, host: int, disk: int, alone: Outcome, sentences: list[str]) -> Outcome:
         sizes = sorted({max(1, round(part * disk)) for part in PARTS})
         by_size = [self._replayed(Setup(host, size)) for size in sizes]
-        if alone.setup.host_policy == DENSITY:
+        if alone.setup.host_policy == HOST_ALONE:
             dense = Setup(host, host_policy=DENSITY, disk_policy=DENSITY)
             others = [self._replayed(replace(dense, disk=size)) for size in sizes]
             if self._worth(others[-1]) > self._worth(by_size[-1]) + WORTH:
@@ -251,7 +252,7 @@ class _Trial:
                 self.part,
                 scaled(setup, scale),
                 chunk_bytes=self._size,
-                progress=progress_of(f"replay {len(self.outcomes) + 1} of at most 18", self.part),
+                progress=progress_of(f"replay {len(self.outcomes) + 1} of at most 15", self.part),
             )
             # As the operator would set it, not as the sample was replayed.
             self.outcomes[setup].setup = setup

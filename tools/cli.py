@@ -209,6 +209,7 @@ def _keyring(command: argparse.ArgumentParser) -> None:
         metavar="TENANT",
         help="forget all keys of that tenant: nobody can read its chunks any more",
     )
+    command.add_argument("--yes", action="store_true", help="do not ask on a terminal")
     command.add_argument("--json", action="store_true", help="print JSON")
     command.set_defaults(run=run_keys)
 

@@ -16,6 +16,7 @@ from kvstore.tools.replays import (
     chunks_of,
     note,
     print_trace,
+    progress_of,
     scaled,
     shown_bytes,
     split,
@@ -50,10 +51,10 @@ def replay_fleets(
     scale = part.unique / trace.unique
     rows = []
     for setup, store, router in itertools.product(setups, stores, routers):
-        note(f"{router}, a store of {store} chunks")
         shared = max(1, round(store * scale)) if store else 0
         fleet = Fleet(options.replicas, scaled(setup, scale), shared, router)
-        rows.append((setup, store, replay_fleet(part, fleet, chunk_bytes=size)))
+        told = progress_of(f"{router}, a store of {store} chunks", part)
+        rows.append((setup, store, replay_fleet(part, fleet, chunk_bytes=size, progress=told)))
     note("")
     if options.json:
         replays = [_row_of_fleet(*row) for row in rows]

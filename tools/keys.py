@@ -12,7 +12,7 @@ from secrets import token_bytes
 
 from kvstore.errors import ConfigError, KVStoreError
 from kvstore.tiers.keys import ALL, KEY_BYTES, Secret, id_of, parse_keys, read_keys, write_keys
-from kvstore.tools.output import print_json, print_table
+from kvstore.tools.output import asks, confirm, print_json, print_table
 
 __all__ = ["run_keys"]
 
@@ -65,6 +65,8 @@ def _changed(options: argparse.Namespace) -> dict[str, list[Secret]]:
     if options.forget == ALL:
         raise KVStoreError(f"{ALL!r} must have a key: add one, and then retire the others")
     if options.forget is not None:
+        if asks(options):
+            confirm(f"forget the keys of {options.forget!r}? Nobody can read its chunks any more")
         del keys[options.forget]
     write_keys(options.file, keys)
     return keys

@@ -20,10 +20,13 @@ from rich.progress import BarColumn, Progress, ProgressColumn, Task, TextColumn,
 from rich.table import Table
 from rich.text import Text
 
+from kvstore.errors import KVStoreError
 from kvstore.sizes import format_size
 
 __all__ = [
     "age",
+    "asks",
+    "confirm",
     "counted",
     "is_terminal",
     "print_json",
@@ -80,6 +83,25 @@ def whole_number(text: str) -> int:
     if not text.isdecimal() or not int(text):
         raise argparse.ArgumentTypeError("must be a whole number, 1 at least")
     return int(text)
+
+
+def asks(options: argparse.Namespace) -> bool:
+    """Whether a person is there, who did not agree beforehand."""
+    if options.yes or getattr(options, "dry_run", False) or sys.stdin is None:
+        return False
+    return sys.stdin.isatty()
+
+
+def confirm(question: str) -> None:
+    """Go on if the person at the terminal says yes.
+
+    Raises:
+        KVStoreError: if not.
+    """
+    # Standard output may go to a file.
+    print(f"{question} [y/N] ", end="", file=sys.stderr, flush=True)
+    if sys.stdin.readline().strip().lower() not in ("y", "yes"):
+        raise KVStoreError("nothing was changed")
 
 
 def age(milliseconds: int) -> str:

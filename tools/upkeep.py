@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from kvstore.errors import ConfigError, KVStoreError
+from kvstore.errors import ConfigError
 from kvstore.maintenance.offline import (
     CompactedLane,
     Compaction,
@@ -23,7 +22,7 @@ from kvstore.maintenance.offline import (
 from kvstore.maintenance.survey import NamespaceSurvey, SegmentSurvey, survey
 from kvstore.sizes import format_size
 from kvstore.tools.bundle import parse_age, parse_key
-from kvstore.tools.output import age, counted, print_json, show_progress
+from kvstore.tools.output import age, asks, confirm, counted, print_json, show_progress
 
 __all__ = ["run_compact", "run_gc", "run_purge", "run_stat"]
 
@@ -102,11 +101,11 @@ def run_purge(options: argparse.Namespace) -> int:
             strict_modes=options.strict_modes,
         )
 
-    if _asks(options):
+    if asks(options):
         would = forget(dry_run=True)
         chunks, size = sum(one.chunks for one in would), sum(one.bytes for one in would)
         if chunks or any(one.outdated for one in would):
-            _confirm(f"forget {counted(chunks, 'chunk')}, {format_size(size)}, in {options.path}?")
+            confirm(f"forget {counted(chunks, 'chunk')}, {format_size(size)}, in {options.path}?")
     done = forget(dry_run=options.dry_run)
     if options.json:
         _print_json([dataclasses.asdict(one) for one in done])
@@ -159,8 +158,8 @@ def run_gc(options: argparse.Namespace) -> int:
                 print(f"{what:<6}{each.name}, {format_size(_file_bytes(each))}, {ago}")
         for each in (*unknown, *foreign):
             print(f"leave {each.name}, {format_size(_file_bytes(each))}: {left[each.name]}")
-    if old and _asks(options):
-        _confirm(f"empty {counted(len(old), 'namespace')} in {options.path}?")
+    if old and asks(options):
+        confirm(f"empty {counted(len(old), 'namespace')} in {options.path}?")
     modes, dry_run = options.strict_modes, options.dry_run
     forgot: list[PurgedLane] = []
     gave: list[CompactedLane] = []
@@ -204,25 +203,6 @@ def _is_open(namespace: NamespaceSurvey) -> bool:
 def _file_bytes(namespace: NamespaceSurvey) -> int:
     others = sum(lane.other_bytes for lane in namespace.lanes)
     return others + sum(segment.file_bytes for segment in _segments(namespace))
-
-
-def _asks(options: argparse.Namespace) -> bool:
-    """Whether a person is there, who did not agree beforehand."""
-    if options.yes or options.dry_run or sys.stdin is None:
-        return False
-    return sys.stdin.isatty()
-
-
-def _confirm(question: str) -> None:
-    """Go on if the person at the terminal says yes.
-
-    Raises:
-        KVStoreError: if not.
-    """
-    # Standard output may go to a file.
-    print(f"{question} [y/N] ", end="", file=sys.stderr, flush=True)
-    if sys.stdin.readline().strip().lower() not in ("y", "yes"):
-        raise KVStoreError("nothing was changed")
 
 
 def _status(bad: bool, done: Sequence[CompactedLane | PurgedLane]) -> int:

@@ -664,7 +664,7 @@ class Store:
         answer, stepped = self._ask(keys, prompt)
         self._prompts.told(prompt, answer)
         if stepped:
-            self._driver.flush()
+            self._driver.flush_soon()
         return prompt, answer
 
     def _ask(
@@ -700,7 +700,7 @@ class Store:
             count, stepped = self._ask(keys, prompt)
             while count is None:
                 if stepped:
-                    self._driver.flush()
+                    self._driver.flush_soon()
                 await self._driver.answered(prompt.id)
                 count, stepped = self._ask(keys, prompt, again=True)
             keys = keys[:count]
@@ -713,7 +713,7 @@ class Store:
         held.append((prompt, self._core.era))
         self._prompts.had(prompt, count)
         if stepped:
-            self._driver.flush()
+            self._driver.flush_soon()
         sources = list(map(self._core.load_source, keys))
         return Chunks(keys, [self._region.row(row) for row in rows], self.chunk_bytes, sources)
 

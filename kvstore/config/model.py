@@ -238,7 +238,7 @@ class Config:
             from the model's name and the identity. That of another identity is refused.
         deadline_s: seconds without progress after which a deferred lookup is answered.
         max_wait_s: seconds after which it is answered in any case.
-        lease_s: seconds for which promoted chunks are kept for a request that does not ask.
+        lease_s: seconds for which promoted chunks are kept for a request that has stopped asking.
         write_queue_bytes: most bytes on their way to one tier at any time.
         keep_events: whether events are kept for `take_events`; vLLM decides this itself.
         shutdown_timeout_s: seconds that a shutdown waits for copies to slower tiers.
@@ -248,7 +248,7 @@ class Config:
             or is stored in part.
         recompute_s: seconds in which the server computes a chunk; a chunk that would take longer
             to read is a miss. auto: as the server reports; 0: what a tier has is waited for in any
-            case. A busy device may be worth sparing even where a disk is slower.
+            case, to spare a busy device.
         pinned_share: share of host memory, and of each tier, that pinned or retained chunks may
             take; 0 for none. What is guaranteed to tenants is left to them.
         record_trace: file that records what requests look up, as hashes; see simulate.md.

@@ -143,16 +143,21 @@ class Grants:
         may: dict[int, int] = {}
         for request in list(self._queue.waiting.values()):
             wanted = len(request.keys) - request.granted
+            if not wanted:
+                # Else it is answered when the last of its chunks has come.
+                if not request.pending:
+                    self._queue.answer_if_complete(request, now)
+                continue
             owner = pool.owner(request.keys)
-            if wanted and request.needs_rows:
+            if request.needs_rows:
                 spoken = spoken_for.get(owner, 0)
                 if spoken > 0 and pool.obtainable - spoken < wanted:
                     blocked.add(owner)
                 request.lack_rows(owner in for_rows)
-            if wanted and request.needs_rows and owner not in blocked:
+            if request.needs_rows and owner not in blocked:
                 obtainable = pool.free if pool.policy.shared else pool.obtainable
                 self._room.give_way(min(wanted, pool.rows) - obtainable, request.keys)
-            if wanted and not (owner in blocked and request.needs_rows):
+            if not (owner in blocked and request.needs_rows):
                 waits_for = request.waits_for
                 if waits_for >= 0:
                     may = may or self._left()

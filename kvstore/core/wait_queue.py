@@ -128,9 +128,13 @@ class WaitQueue:
 
     def answer_if_complete(self, request: Request, now: float) -> None:
         """End the wait if everything that can arrive has arrived."""
-        waits = request.state is RequestState.WAITING
-        if waits and not request.pending and request.granted == len(request.keys):
+        if request.state is not RequestState.WAITING or request.granted < len(request.keys):
+            return
+        if not request.pending:
             self.answer(request, now)
+        else:
+            # What moves for others has put its end off until now.
+            self._soonest = min(self._soonest, self._end_of(request))
 
     def remove(self, request: Request) -> None:
         """Forget the wait and the leases of a request that needs no answer any more."""

@@ -20,11 +20,11 @@ if TYPE_CHECKING:
 __all__ = ["Driver"]
 
 RECHECK_SECONDS = 0.02
-"""How often a wait looks at its deadline when nothing arrives."""
+"""How often a wait looks at its deadline when nothing arrives; of many, some do."""
 
 MANY_WAITING = 64
-"""Waiting tasks from which on all calls of one turn of the loop share a step: each costs more the
-more requests wait."""
+"""Waiting tasks from which on the lookups of one turn of the loop share the end of a step: it
+costs more the more of them there are."""
 
 FRESH_SECONDS = 0.001
 """How long after a step another one would find nothing new, unless something has ended."""
@@ -55,7 +55,8 @@ class Driver:
         self._waiters: dict[asyncio.Future[bool], str | None] = {}
         """The waiting tasks' futures, each with the deferred request that it waits for, if any."""
         self.closing = self.closed = False
-        self._going_on = self._shared = False
+        self._going_on = False
+        self._ending: asyncio.Handle | None = None
         self._stepped = self._pumped = -math.inf
         self.on_step: Callable[[float], None] = lambda now: None
 
@@ -88,29 +89,37 @@ class Driver:
         return not self.engine.ended and time.monotonic() - self._stepped < FRESH_SECONDS
 
     def begin(self) -> float:
-        """Begin a step, or go on with one that is shared; returns its time.
+        """Begin a step; returns the time.
 
         Raises:
             KVStoreError: as `check`.
         """
         self.check()
-        return self._stepped if self._shared else self._step()
+        return self._step()
 
     def flush(self) -> None:
-        """End the step: start the moves that are due. Where many wait, it ends in the next turn."""
-        self._shared = len(self._waiters) >= MANY_WAITING
-        if self._shared:
-            self._pump_soon()
-        else:
-            self._flush()
-
-    def _flush(self) -> None:
+        """End the step: start the moves that are due."""
+        if self._ending is not None:
+            self._ending.cancel()
+            self._ending = None
         self.engine.start(self._core.flush(time.monotonic()))
         if self._spans is not None:
             self._spans.write(self._core.take_spans())
         if self._core.behind:
             # The rest of this step's work is done as soon as other tasks had their turn.
             self._pump_soon()
+
+    def flush_soon(self) -> None:
+        """End the step: at once, or where many wait after others have begun steps, too."""
+        if len(self._waiters) < MANY_WAITING:
+            self.flush()
+        elif self._ending is None:
+            self._ending = self._home.loop.call_soon(self._end_step)
+
+    def _end_step(self) -> None:
+        self._ending = None
+        if not self.closed:
+            self.flush()
 
     def freed(self) -> None:
         """Make a step soon if rows that have become free could be used."""
@@ -137,9 +146,8 @@ class Driver:
     def pump(self) -> None:
         """Take in completions, start the moves that are due, and wake waiting tasks."""
         self._step()
-        self._shared = False
         if not self.closed:
-            self._flush()
+            self.flush()
         self.wake()
         self._pumped = time.monotonic()
 
@@ -173,7 +181,8 @@ class Driver:
         self._waiters[waiter] = request
         # Not `asyncio.wait_for`: in Python 3.11 it loses a cancellation that comes just after
         # the waiter was woken.
-        timer = self._home.loop.call_later(RECHECK_SECONDS, _answer, waiter, False)
+        pause = RECHECK_SECONDS * max(1.0, len(self._waiters) / MANY_WAITING)
+        timer = self._home.loop.call_later(pause, _answer, waiter, False)
         try:
             woken = await waiter
         finally:

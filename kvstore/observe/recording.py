@@ -18,6 +18,7 @@ import io
 import json
 import logging
 import lzma
+import math
 import os
 import struct
 import sys
@@ -81,7 +82,6 @@ class RecordingStream:
 
     Attributes:
         chunk_bytes: size of a chunk.
-        torn: whether a file read so far ends in a truncated record.
 
     Args:
         path: the file.
@@ -100,7 +100,6 @@ class RecordingStream:
     ) -> None:
         self._path = Path(path)
         self._progress = progress
-        self.torn = False
         with open_compressed(self._path) as file:
             self.chunk_bytes, _ = _read_header(file, self._path)
 
@@ -116,13 +115,11 @@ class RecordingStream:
     def _records(self, file: IO[bytes], path: Path, position: int) -> Iterator[RecordedRequest]:
         while head := file.read(_HEAD.size):
             if len(head) < _HEAD.size:
-                self.torn = True
-                return
+                return  # The process was killed amid it.
             length, crc = _HEAD.unpack(head)
             # No record is longer than MOST_AT_ONCE: a greater length is damaged.
             body = file.read(length) if length <= MOST_AT_ONCE else b""
             if len(body) < length <= MOST_AT_ONCE:
-                self.torn = True
                 return
             request = _decode(body) if len(body) == length and zlib.crc32(body) == crc else None
             if request is None:
@@ -201,7 +198,7 @@ def encode_request(seconds: float, chains: Keys) -> bytes:
 
 
 def _decode(body: bytes) -> RecordedRequest | None:
-    """Decode a record; None if its lengths do not add up."""
+    """Decode a record; None if its lengths do not add up, or its time is none."""
     try:
         seconds, count = _BODY.unpack_from(body)
         lengths, hashes = array("I"), array("Q")
@@ -211,7 +208,7 @@ def _decode(body: bytes) -> RecordedRequest | None:
     except (struct.error, ValueError):
         return None
     _little_endian(lengths, hashes)
-    if len(lengths) != count or sum(lengths) != len(hashes):
+    if len(lengths) != count or sum(lengths) != len(hashes) or not math.isfinite(seconds):
         return None
     chains, first = [], 0
     for length in lengths:

@@ -35,7 +35,6 @@ class LRUCurve:
         depths = array("q", [0]) * (trace.unique + 1)
         owner = array("q", [-1]) * trace.unique
         left = _Counts(len(trace.requests))
-        first_left = array("q", [0]) * len(trace.requests)
         for number, chunks in enumerate(trace.requests):
             deepest = 0
             position, end = 0, len(chunks)
@@ -48,7 +47,6 @@ class LRUCurve:
                     deepest = max(deepest, above + position - start)
                     depths[deepest] += 1
                     position += 1
-                first_left[earlier] = position
                 left.add(earlier, start - position)
                 # These chunks stay above the next run, until the whole prompt is on top.
                 left.add(number, position - start)

@@ -16,8 +16,10 @@ def check_picture(path: Path) -> None:
     """Check that a picture can be drawn, before any work is done.
 
     Raises:
-        KVStoreError: if the file is neither PNG nor SVG, or matplotlib is missing.
+        KVStoreError: if the file is neither PNG nor SVG, its folder is missing, or matplotlib is.
     """
+    if not path.parent.is_dir():
+        raise KVStoreError(f"{path}: the folder {path.parent} does not exist")
     if path.suffix.lower() not in FORMATS:
         raise KVStoreError(f"{path}: a picture must end in one of: {', '.join(FORMATS)}")
     try:

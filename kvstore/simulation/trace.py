@@ -22,6 +22,7 @@ import zlib
 from array import array
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -172,7 +173,7 @@ def read_trace(
             if file.peek(len(MAGIC))[: len(MAGIC)] == MAGIC:  # type: ignore[attr-defined]
                 trace = _of_recording(path, limit, progress)
             else:
-                trace = Trace.of(path.name, _first(_parse(path, file), limit))
+                trace = Trace.of(path.name, islice(_parse(path, file), limit))
     except OSError as error:
         reason = error.strerror or str(error)
         raise TraceError(f"{path}: cannot be read ({reason})") from error
@@ -195,20 +196,15 @@ def _as_they_came(recording: Iterable[RecordedRequest]) -> Iterator[RecordedRequ
 
 
 def _of_recording(path: Path, limit: int | None, progress: Progress) -> Trace:
+    if not path.is_file():
+        raise TraceError(f"{path}: a recording is read more than once, so it must be a file")
     recording = RecordingStream(path, progress)
     # Each group of a hybrid model is loaded and stored on its own.
     requests = _as_they_came(recording)
     chains = ((each.time, chain) for each in requests for chain in each.chains)
-    trace = Trace.of(path.name, _first(chains, limit))
+    trace = Trace.of(path.name, islice(chains, limit))
     trace.chunk_bytes = recording.chunk_bytes
     return trace
-
-
-def _first(requests: Iterable[tuple[float, Ids]], limit: int | None) -> Iterator[tuple[float, Ids]]:
-    for number, request in enumerate(requests):
-        if number == limit:
-            return
-        yield request
 
 
 def _parse(path: Path, lines: Iterable[bytes]) -> Iterator[tuple[float, Ids]]:

@@ -2,6 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
+
+from kvstore.core.host import HostPool
+from kvstore.core.reports import Spans
+from kvstore.core.request import Request, Requests
+from kvstore.core.wait_queue import WaitQueue
+from kvstore.policies import create_policy
 from tests.core.rig import Rig, chain
 
 
@@ -345,3 +352,28 @@ def test_each_tier_has_its_own_pace() -> None:
     paces = [tier.health.pace.per_chunk for tier in rig.core.tiers]
     assert 0.04 < paces[0] < 0.11
     assert 0.35 < paces[1] < 0.46
+
+
+def test_a_deadline_that_others_put_off_ends_when_all_is_granted() -> None:
+    """What moves for others counts for who lacks rows, not for who only waits for its chunks."""
+    queue = WaitQueue(
+        HostPool(4, create_policy("lru", 4)),
+        Requests(),
+        Spans(),
+        deadline=1.0,
+        max_wait=9.0,
+        lease=5.0,
+    )
+    request = Request("r")
+    request.name_keys(chain("a", 2))
+    queue.join(request, 0.0)
+    for step in range(1, 11):
+        queue.rows_moved(request.keys, step / 10 - 0.01)
+        queue.expire(step / 10)
+    request.grant(2, needs_rows=None, short_of_rows=False)
+    request.lease(request.keys, 2, 0)
+    queue.answer_if_complete(request, 1.01)
+    assert queue.waiting
+    with contextlib.suppress(KeyError):
+        queue.expire(1.02)
+    assert not queue.waiting

@@ -802,26 +802,79 @@ async def test_many_who_wait_share_the_steps_that_wake_them(
         assert await asyncio.gather(*asking) == [1] * len(prompts)
 
 
-async def test_many_calls_of_one_turn_share_a_step(
+async def test_many_lookups_of_one_turn_share_the_end_of_a_step(
     open_store: Open, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Each step costs more the more requests wait."""
+    """It costs more the more requests wait."""
     keys = keys_of("many", 600)
     async with open_store(rows=700, disk=700) as store:
         await store.put(keys, payloads(keys), durable=True)
     async with open_store(rows=700, disk=700) as store:
-        steps, poll = 0, Core.poll
+        steps, flush = 0, Core.flush
+
+        def counted(self: Core, now: float) -> list[Move]:
+            nonlocal steps
+            steps += 1
+            return flush(self, now)
+
+        monkeypatch.setattr(Core, "flush", counted)
+
+        got = await asyncio.gather(*(contents(store, [key]) for key in keys))
+        assert [one for (one,) in got] == payloads(keys)
+        assert steps < 1.5 * len(keys), "each lookup ends a step, and each read"
+
+
+async def test_beside_many_gets_that_wait_a_put_waits_without_steps_of_its_own(
+    open_store: Open, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    keys, more = keys_of("many", 80), keys_of("more", 16)
+    async with open_store(rows=16, disk=200) as store:
+        await store.put(keys, payloads(keys), durable=True)
+        gate, steps, poll = hold(monkeypatch, "read"), 0, Core.poll
 
         def counted(self: Core, *given: Any) -> None:
             nonlocal steps
             steps += 1
             poll(self, *given)
 
-        monkeypatch.setattr(Core, "poll", counted)
+        gets = [asyncio.create_task(contents(store, [key])) for key in keys]
+        await until_async(lambda: len(store._driver._waiters) > 64)
+        putting = asyncio.create_task(store.put(more, payloads(more)))
+        await asyncio.sleep(0.05)
+        began = time.monotonic()
+        with monkeypatch.context() as patched:
+            patched.setattr(Core, "poll", counted)
+            await asyncio.sleep(0.3)
+        assert steps < 20 + 500 * (time.monotonic() - began)
+        assert not putting.done()
+        gate.set()
+        assert [one for (one,) in await asyncio.gather(*gets)] == payloads(keys)
+        await putting
 
-        got = await asyncio.gather(*(contents(store, [key]) for key in keys))
-        assert [one for (one,) in got] == payloads(keys)
-        assert steps < len(keys) / 2
+
+async def test_a_put_that_does_not_wait_takes_what_others_have_just_hit(
+    open_store: Open, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where so many wait that lookups share the end of a step."""
+    keys, here, more = keys_of("many", 80), keys_of("here", 100), keys_of("more", 16)
+    async with open_store(rows=180, disk=300) as store:
+        await store.put(keys, payloads(keys), durable=True)
+    async with open_store(rows=180, disk=300) as store:
+        await store.put(here, payloads(here), durable=True)
+        gate = hold(monkeypatch, "read")
+        gets = [asyncio.create_task(contents(store, [key])) for key in keys]
+        await until_async(lambda: store._core.stats().busy_rows == len(keys))
+
+        async def look() -> int:
+            return sum(store.lookup_prefix([key]) == 1 for key in here)
+
+        async def put() -> int:
+            return await store.put(more, payloads(more), wait=False)
+
+        hits, stored = await asyncio.gather(look(), put())
+        assert (hits, stored) == (len(here), len(more))
+        gate.set()
+        await asyncio.gather(*gets)
 
 
 async def test_closing_does_not_go_on_copying_after_its_time(

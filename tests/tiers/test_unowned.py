@@ -461,10 +461,10 @@ async def test_what_strangers_left_in_ones_own_lane_counts_when_others_give_way(
 async def test_what_cannot_be_removed_counts_and_is_told_once(
     folder: Path,
     open_bench: OpenBench,
-    at_once: None,
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
+    monkeypatch.setattr(unowned, "FREE_SECONDS", 0.0)
     await leave(open_bench, folder, OLD, 9999)
 
     def refused(path: Path, fd: int) -> None:

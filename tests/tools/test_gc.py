@@ -170,3 +170,15 @@ async def test_gc_tells_what_it_left_with_a_fault(tmp_path: Path) -> None:
     (compacted,) = told["compacted"]
     assert compacted["result"]["faults"]
     assert done.returncode == 1
+
+
+def test_who_forgets_keys_is_asked(tmp_path: Path) -> None:
+    keys = str(tmp_path / "keys.toml")
+    for tenant in ("*", "alice"):
+        assert command("keys", keys, "--add", tenant).returncode == 0
+    shown, status = on_terminal(["keys", keys, "--forget", "alice"], "n\n")
+    assert "forget the keys of 'alice'?" in shown
+    assert status == 2
+    assert "alice" in command("keys", keys).stdout
+    assert on_terminal(["keys", keys, "--forget", "alice"], "y\n")[1] == 0
+    assert "alice" not in command("keys", keys).stdout

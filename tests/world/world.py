@@ -1355,8 +1355,18 @@ class Enemy:
         world.importing[world.kernel.process.pid] = (slot, label)
         world.forget()
         keys = KEYS if world.encrypted else None
-        done = import_bundle(file, world.disk_of(slot), capacity_bytes=world.capacity, keys=keys)
-        world.forget()
+        try:
+            done = import_bundle(
+                file, world.disk_of(slot), capacity_bytes=world.capacity, keys=keys
+            )
+        except KVStoreError as error:
+            # Other lanes would have to give way.
+            if "give at least" not in str(error):
+                raise
+            world.act("import", "refused")
+            return
+        finally:
+            world.forget()
         world.act("import", f"{done.stored} of {done.chunks} chunks of label {label}")
 
     def _check_sizes(self) -> None:

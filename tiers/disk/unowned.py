@@ -25,6 +25,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from kvstore.errors import ForeignFileError, KVStoreError
+from kvstore.tiers.disk.descriptors import NO_DESCRIPTORS
 from kvstore.tiers.disk.lane import PID_BYTES, Lane, lane_folders, sharing
 from kvstore.tiers.disk.namespace import read_namespace
 from kvstore.tiers.disk.segment import (
@@ -79,8 +80,8 @@ class UnownedLanes:
         self._told: set[Path] = set()
         self._look_at = 0.0
         self._unfinished = False
-        self._stuck = 0
-        """Bytes of those that could not be removed since the last look."""
+        self._stuck: list[_Spare] = []
+        """Those that could not be removed when it was last tried."""
         self._told_stuck: set[Path] = set()
         self._busy = threading.Lock()
 
@@ -102,9 +103,13 @@ class UnownedLanes:
         with self._busy:
             if time.monotonic() >= self._look_at:
                 self._look_at = time.monotonic() + LOOK_SECONDS
-                self._stuck = 0
+                self._stuck = []
                 self._look()
-            held = self._stuck + sum(one.disk_bytes for one in self._spare)
+            if most_segments is None:
+                # Somebody may have helped.
+                self._spare.extend(self._stuck)
+                self._stuck = []
+            held = sum(one.disk_bytes for one in (*self._spare, *self._stuck))
             tried, self._unfinished, paused = 0, False, time.monotonic()
             while self._spare and held > most_bytes:
                 if tried == most_segments:
@@ -121,9 +126,10 @@ class UnownedLanes:
                 except (FileNotFoundError, ForeignFileError):
                     held -= one.disk_bytes
                 except OSError as error:
-                    self._stuck += one.disk_bytes
-                    self._tell_stuck(one.path, error)
-            return self._stuck <= most_bytes
+                    self._stuck.append(one)
+                    if error.errno not in NO_DESCRIPTORS:
+                        self._tell_stuck(one.path, error)
+            return held <= most_bytes
 
     def _look(self) -> None:
         lanes: list[tuple[bool, int, list[_Spare]]] = []
@@ -163,6 +169,7 @@ class UnownedLanes:
             finally:
                 os.close(fd)
         self.removed += 1
+        self._told_stuck.discard(folder)
         if folder not in self._told:
             self._told.add(folder)
             logger.warning(

@@ -518,9 +518,10 @@ class Volume:
                 with self._use((number,)):
                     if number in self.segments:
                         reads = self._reads[number]
-                        # First, as another chunk may be in the slot afterwards.
-                        more, reads[slot] = int(reads[slot]), 0
-                        self.segments[number].index.note_use(slot, key, sequence, now, more)
+                        index, more = self.segments[number].index, int(reads[slot])
+                        if index.note_use(slot, key, sequence, now, more):
+                            # Another chunk may be in the slot by now.
+                            reads[slot] -= min(more, int(reads[slot]))
         except OSError as error:
             return f"records in {self.lane.folder} cannot be written: {error.strerror}"
         return None

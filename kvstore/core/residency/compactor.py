@@ -19,6 +19,8 @@ A segment that could not be emptied several times, as a slot cannot be read, is 
 A tier that is not in use can be laid out anew by the same steps (`lay_out`): an
 emptied segment is filled with the chunks that come next in a given order, and
 segments that are empty in the end are removed.
+
+This module is long because all of them empty a segment by the same steps.
 """
 
 from __future__ import annotations
@@ -26,7 +28,6 @@ from __future__ import annotations
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
-from itertools import pairwise
 
 from kvstore.core.residency.breaker import Breaker
 from kvstore.core.residency.index import Index
@@ -136,13 +137,30 @@ class Compactor:
         """Put the chunks into this order, and give back every segment that is empty then.
 
         For a tier that is not otherwise in use. It needs as many free slots as a segment has:
-        with fewer there is nothing to give back either, and chunks stay where they are.
+        with fewer there is nothing to give back either, and chunks stay where they are. So do
+        those of a segment that lie in order, where that costs no segment in the end.
         """
-        size = self._slots.segment_slots
-        roomy = self._slots.free >= size
-        starts = range(0, len(order), size) if roomy else ()
-        self._groups = deque(order[start : start + size] for start in starts)
-        self._settled = set()
+        size, entries = self._slots.segment_slots, self._index.entries
+        self._groups, self._settled = deque(), set()
+        if self._slots.free < size:
+            return
+        slots = [entries[key] for key in order]
+        ends = _ends_of_runs(slots, size)
+        spare, start = -len(order) % size, 0
+        while start < len(order):
+            end = ends[start]
+            unused = size - (end - start)
+            if end - start > size // 2 and unused <= spare:
+                self._settled.add(slots[start] // size)
+            else:
+                # Up to where a segment begins that may stay as it is.
+                end = min(start + size, len(order))
+                whole = (at for at in range(start + 1, end) if ends[at] - at == size)
+                end = next((at for at in whole if size - (at - start) <= spare), end)
+                unused = size - (end - start)
+            spare -= unused
+            self._groups.append(order[start:end])
+            start = end
 
     @property
     def laid_out(self) -> bool:
@@ -281,10 +299,9 @@ class Compactor:
     def _in_order(self, slots: Sequence[int]) -> bool:
         """Whether these slots are consecutive in one segment, which then counts as settled."""
         size = self._slots.segment_slots
-        segment = slots[0] // size
-        if slots[-1] // size != segment or any(b != a + 1 for a, b in pairwise(slots)):
+        if _ends_of_runs(slots, size)[0] < len(slots):
             return False
-        self._settled.add(segment)
+        self._settled.add(slots[0] // size)
         return True
 
     def _go_on(self, now: float) -> Move | None:
@@ -435,3 +452,21 @@ class Compactor:
         segment: int = -1,
     ) -> Move:
         return Move(-1, op, self._tier, list(keys), [], list(sources), list(targets), segment)
+
+
+def _ends_of_runs(slots: Sequence[int], size: int) -> list[int]:
+    """For each place, where the run of slots ends that lie side by side in one segment from there.
+
+    A run may go up or down: the engine fills segments from their ends.
+
+    Args:
+        size: slots of a segment.
+    """
+    ends = list(range(1, len(slots) + 1))
+    for place in range(len(slots) - 2, -1, -1):
+        step = slots[place + 1] - slots[place]
+        if abs(step) == 1 and slots[place + 1] // size == slots[place] // size:
+            after = place + 2
+            goes_on = ends[place + 1] > after and slots[after] - slots[place + 1] == step
+            ends[place] = ends[place + 1] if goes_on else after
+    return ends

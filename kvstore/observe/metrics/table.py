@@ -372,7 +372,7 @@ METRICS: tuple[Metric, ...] = (
         "1 while this store is not used because a call to it failed, 0 otherwise.",
     ),
     # -- hints, and what should not be --------------------------------------------------------
-    _core("hints", lambda s: s.hints, "Hints that arrived with requests."),
+    _core("hints", lambda s: s.hints, "Hints of requests that were taken."),
     _core(
         "hints_ignored",
         lambda s: s.hints_ignored,
