@@ -13,7 +13,9 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import secrets
+import time
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from itertools import compress
@@ -59,6 +61,9 @@ MAX_HEADER = 100 * 2**20
 """Most bytes of a header, as safetensors has it."""
 
 NO_KEY = "payload is encrypted with a key that is not known"
+
+LEFT_SECONDS = 3600.0
+"""A temporary file that was not written to for so long is one of a process that was killed."""
 
 WRITTEN_AT_ONCE = 64 * 2**20
 """Most payload bytes that are read before it is looked whether a server has replaced some."""
@@ -286,6 +291,7 @@ def export_bundle(
             f"{len(found)} chunks are too many for one bundle: choose by keys, or by when they "
             "were used"
         )
+    _remove_leftovers(file)
     temporary = file.with_name(f".{file.name}.{os.getpid()}-{secrets.token_hex(4)}")
     try:
         fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
@@ -302,6 +308,15 @@ def export_bundle(
         with contextlib.suppress(FileNotFoundError):
             os.unlink(temporary)
     return done
+
+
+def _remove_leftovers(file: Path) -> None:
+    """Remove what exports to this file have left that were killed: nobody writes to it any more."""
+    name = re.compile(rf"\.{re.escape(file.name)}\.\d+-[0-9a-f]{{8}}")
+    for path in file.parent.iterdir():
+        with contextlib.suppress(OSError):
+            if name.fullmatch(path.name) and time.time() - path.lstat().st_mtime > LEFT_SECONDS:
+                path.unlink()
 
 
 def _write(

@@ -302,6 +302,20 @@ async def test_what_is_no_file_of_its_own_is_not_replaced_by_a_bundle(tmp_path: 
     assert (tmp_path / "target").stat().st_size > 0
 
 
+async def test_what_killed_exports_have_left_is_removed(tmp_path: Path) -> None:
+    namespace, file = await fill(tmp_path / "here"), tmp_path / "bundle"
+    old, new, other = (tmp_path / name for name in (
+        ".bundle.17-0123abcd", ".bundle.18-0123abcd", ".bundle.mine-0123abcd",
+    ))  # fmt: skip
+    for path in (old, new, other):
+        path.touch()
+    for path in (old, other):
+        os.utime(path, (1, 1))
+    export_bundle(namespace, file)
+    left = {path.name for path in tmp_path.iterdir() if path.is_file()}
+    assert left == {file.name, new.name, other.name}
+
+
 async def test_a_chunk_whose_key_is_not_known_is_not_called_damaged(tmp_path: Path) -> None:
     secrets, others = tmp_path / "keys", tmp_path / "others"
     for number, path in enumerate((secrets, others)):
