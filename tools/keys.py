@@ -24,6 +24,9 @@ def run_keys(options: argparse.Namespace) -> int:
         KVStoreError: if the file cannot be used, or has no keys of that tenant.
         OSError: if it cannot be written.
     """
+    # Before it is locked: a person may take long.
+    if options.forget is not None and asks(options) and options.forget in _read(options):
+        confirm(f"forget the keys of {options.forget!r}? Nobody can read its chunks any more")
     if any(each is not None for each in (options.add, options.retire, options.forget)):
         with _alone(options.file):
             keys = _changed(options)
@@ -65,8 +68,6 @@ def _changed(options: argparse.Namespace) -> dict[str, list[Secret]]:
     if options.forget == ALL:
         raise KVStoreError(f"{ALL!r} must have a key: add one, and then retire the others")
     if options.forget is not None:
-        if asks(options):
-            confirm(f"forget the keys of {options.forget!r}? Nobody can read its chunks any more")
         del keys[options.forget]
     write_keys(options.file, keys)
     return keys

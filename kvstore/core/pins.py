@@ -180,16 +180,10 @@ class Pins:
 
     def reset(self) -> None:
         """Forget everything."""
-        everything = (
-            self._until,
-            self._held,
-            self._expected,
-            self._ends,
-            self._over,
-            self._yielding,
-        )
-        for each in (*everything, self._yielding, self._firm):
+        for each in (self._until, self._held, self._expected, self._over, self._firm):
             each.clear()
+        for heap in (self._ends, self._yielding):
+            heap.clear()
         self._listed = self._may_yield = 0
 
     def _give_way(self, count: int, until: float) -> None:

@@ -20,7 +20,8 @@ if TYPE_CHECKING:
 __all__ = ["Driver"]
 
 RECHECK_SECONDS = 0.02
-"""How often a wait looks at its deadline when nothing arrives; of many, some do."""
+"""How often a wait looks at its deadline when nothing arrives; each of many up to five times as
+seldom."""
 
 MANY_WAITING = 64
 """Waiting tasks from which on the lookups of one turn of the loop share the end of a step: it
@@ -181,7 +182,7 @@ class Driver:
         self._waiters[waiter] = request
         # Not `asyncio.wait_for`: in Python 3.11 it loses a cancellation that comes just after
         # the waiter was woken.
-        pause = RECHECK_SECONDS * max(1.0, len(self._waiters) / MANY_WAITING)
+        pause = RECHECK_SECONDS * min(5.0, max(1.0, len(self._waiters) / MANY_WAITING))
         timer = self._home.loop.call_later(pause, _answer, waiter, False)
         try:
             woken = await waiter

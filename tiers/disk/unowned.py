@@ -98,7 +98,7 @@ class UnownedLanes:
             most_segments: how many are tried at once; by default as many as it takes.
 
         Returns:
-            False if there are more bytes that cannot be removed.
+            Whether the rest takes no more than that.
         """
         with self._busy:
             if time.monotonic() >= self._look_at:
