@@ -189,7 +189,7 @@ def test_the_page_lists_every_metric_with_its_kind_and_meaning() -> None:
     pytest.importorskip("vllm")
     from kvstore.observe.metrics.table import METRICS
 
-    page = (ROOT / "docs" / "vllm.md").read_text().partition("| metric | kind, label |")[2]
+    page = (ROOT / "docs" / "watching.md").read_text().partition("| metric | kind, label |")[2]
     listed = re.findall(r"^\| `([a-z_]+)` \| (\w+)(, `\w+`)? \| (.*) \|$", page, re.MULTILINE)
     assert listed == [
         (
