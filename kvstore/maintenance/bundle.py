@@ -39,7 +39,7 @@ from kvstore.tiers.disk.epoch import MAX_EPOCH, read_epoch
 from kvstore.tiers.disk.format import Geometry
 from kvstore.tiers.disk.index import read_index
 from kvstore.tiers.disk.io.base import read_bytes
-from kvstore.tiers.disk.namespace import FILE_NAME, Namespace, read_namespace
+from kvstore.tiers.disk.namespace import Namespace, enclosing, read_namespace
 from kvstore.tiers.pinned import round_to_page
 from kvstore.tiers.sealing import Sealer, is_sealed
 from kvstore.types import check_key
@@ -454,10 +454,9 @@ def import_bundle(
             so many bytes without removing others that nobody uses.
         OSError: if the file cannot be read.
     """
-    for above in (Path(path), *Path(path).absolute().parents):
-        if os.path.lexists(above / FILE_NAME):
-            what = "is" if above == Path(path) else f"is in {above},"
-            raise PathUnusableError(f"{path} {what} a namespace: give the folder that it is in")
+    if (around := enclosing(Path(path))) is not None:
+        what = "is" if around == Path(path).absolute() else f"is in {around},"
+        raise PathUnusableError(f"{path} {what} a namespace: give the folder that it is in")
     # One that is no file shall be told, not waited for.
     fd = os.open(file, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
     try:

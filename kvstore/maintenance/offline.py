@@ -216,7 +216,7 @@ def purge(
             for _, path in segment_files(folder):
                 try:
                     _purge_segment(path, one, key, tag, since, trust, its, dry_run)
-                except (ForeignFileError, OSError) as error:
+                except ForeignFileError as error:
                     one.faults.append(Fault.of(path, error))
 
     return _on_each_lane(namespaces_to_change(path, namespace), PurgedLane, act)
@@ -338,9 +338,13 @@ def _purge_segment(
 
     Raises:
         ForeignFileError: if the file is not one of the namespace, or must not be written to.
-        OSError: from the file system.
+        OSError: if it cannot be written to.
     """
-    header, live, _ = read_index(path)
+    try:
+        header, live, _ = read_index(path)
+    except OSError as error:
+        done.faults.append(Fault.of(path, error))
+        return
     if header.namespace != namespace.digest or header.geometry.sealed != namespace.sealed:
         raise ForeignFileError(f"{path}: belongs to another namespace")
     geometry, records = header.geometry, live.records

@@ -23,7 +23,7 @@ from kvstore.tiers.disk.epoch import EPOCH_NAME, lost_epoch, read_epoch
 from kvstore.tiers.disk.fault import Fault
 from kvstore.tiers.disk.index import read_index
 from kvstore.tiers.disk.lane import LOCK_NAME, lane_folders, lane_owner, newest_told
-from kvstore.tiers.disk.namespace import FILE_NAME, read_namespace
+from kvstore.tiers.disk.namespace import FILE_NAME, enclosing, read_namespace
 from kvstore.tiers.disk.segment import is_probe, segment_files
 from kvstore.tiers.sealing import Sealer, is_sealed
 
@@ -177,9 +177,7 @@ def survey(path: str | os.PathLike[str]) -> list[NamespaceSurvey]:
     if unsearched:
         (fault,) = unsearched[0].faults
         raise PathUnusableError(f"{path} holds no kvstore namespace; {fault}")
-    above = next(
-        (one for one in folder.absolute().parents if os.path.lexists(one / FILE_NAME)), None
-    )
+    above = enclosing(folder)
     reason = "" if above is None else f"; it lies in the namespace {above}, give that"
     raise EmptyPathError(f"{path} holds no kvstore namespace{reason}")
 

@@ -81,6 +81,15 @@ async def follow(open_bench: OpenBench) -> AsyncIterator[Follow]:
         follower.tier.abandon()
 
 
+async def followed(
+    open_bench: OpenBench, follow: Follow, **options: Any
+) -> tuple[TierBench, Follower]:
+    """A full lane, and who follows it."""
+    owner = open_bench(**options)
+    await owner.store(KEYS, ALL)
+    return owner, follow(**options)
+
+
 @pytest.fixture
 def prompt(monkeypatch: pytest.MonkeyPatch) -> None:
     """Time stamps are taken for exact, so that what rests is left alone at once."""
@@ -159,9 +168,7 @@ async def test_a_chunk_whose_file_is_removed_is_served_from_another_lane(
 async def test_what_cannot_be_read_in_passing_is_told_apart_from_what_is_gone(
     open_bench: OpenBench, follow: Follow, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    owner = open_bench()
-    await owner.store(KEYS, ALL)
-    follower = follow()
+    owner, follower = await followed(open_bench, follow)
     await owner.store([key_of(100)], [0])
     backend = follower.bench.tier.backend  # type: ignore[attr-defined]
     slots = [follower.entries[key] for key in KEYS]
@@ -178,9 +185,7 @@ async def test_what_cannot_be_read_in_passing_is_told_apart_from_what_is_gone(
 async def test_a_chunk_that_comes_back_to_the_slot_that_it_had_is_told(
     open_bench: OpenBench, follow: Follow
 ) -> None:
-    owner = open_bench()
-    await owner.store(KEYS, ALL)
-    follower = follow()
+    owner, follower = await followed(open_bench, follow)
     await owner.store([key_of(100)], [0])
     assert await follower.read(KEYS[0]) == [False]
     del follower.entries[KEYS[0]]
@@ -195,9 +200,7 @@ async def test_a_chunk_that_comes_back_to_the_slot_that_it_had_is_told(
 async def test_what_a_look_finds_while_a_read_fails_stays_known(
     open_bench: OpenBench, follow: Follow
 ) -> None:
-    owner = open_bench()
-    await owner.store(KEYS, ALL)
-    follower = follow()
+    owner, follower = await followed(open_bench, follow)
     slot = follower.entries[KEYS[0]]
     await owner.store([key_of(100)], [0])
     await asyncio.sleep(0.01)
@@ -212,9 +215,7 @@ async def test_what_a_look_finds_while_a_read_fails_stays_known(
 async def test_the_same_chunk_that_a_look_finds_while_a_read_fails_stays_known(
     open_bench: OpenBench, follow: Follow, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    owner = open_bench()
-    await owner.store(KEYS, ALL)
-    follower = follow()
+    owner, follower = await followed(open_bench, follow)
     slot = follower.entries[KEYS[0]]
     disk_of(owner).volumes[0].segments[0].index.erase(0, 1)
     assert (await follower.tier.read(KEYS[:1], [slot], [0])).ok == [False]
@@ -230,9 +231,7 @@ async def test_the_same_chunk_that_a_look_finds_while_a_read_fails_stays_known(
 async def test_an_error_is_told_beside_a_slot_that_its_owner_rewrote(
     open_bench: OpenBench, follow: Follow, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    owner = open_bench(io="buffered")
-    await owner.store(KEYS, ALL)
-    follower = follow(io="buffered")
+    owner, follower = await followed(open_bench, follow, io="buffered")
     segment = disk_of(owner).volumes[0].segments[0]
     segment.index.erase(0, 1)
     read, bad = os.preadv, segment.offset_of(1)
@@ -252,9 +251,7 @@ async def test_an_error_is_told_beside_a_slot_that_its_owner_rewrote(
 async def test_a_segment_whose_name_is_used_again_between_two_looks_is_followed(
     open_bench: OpenBench, follow: Follow
 ) -> None:
-    owner = open_bench()
-    await owner.store(KEYS, ALL)
-    follower = follow()
+    owner, follower = await followed(open_bench, follow)
     assert await owner.tier.remove_segment(0) is None
     assert (await owner.tier.grow())[0] == 0
     more = [key_of(100 + n) for n in range(3)]
@@ -491,9 +488,7 @@ async def test_a_large_lane_is_told_in_portions_and_none_of_them_is_put_together
 async def test_records_of_another_epoch_cost_no_checksum(
     open_bench: OpenBench, follow: Follow, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    owner = open_bench()
-    await owner.store(KEYS, ALL)
-    follower = follow()
+    _owner, follower = await followed(open_bench, follow)
     assert await follower.bench.tier.clear() is not None
     summed: list[tuple[Any, ...]] = []
     works: Callable[..., int] = vars(disk_format)["crc32c"]
@@ -541,9 +536,7 @@ async def test_lanes_are_read_by_the_threads_of_their_own_path(
 async def test_closing_does_not_wait_for_a_look_that_hangs(
     open_bench: OpenBench, follow: Follow, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    owner = open_bench()
-    await owner.store(KEYS, ALL)
-    follower = follow()
+    _owner, follower = await followed(open_bench, follow)
     begun, gate = threading.Event(), threading.Event()
 
     def hangs(*arguments: Any) -> list[tuple[int, Path]]:

@@ -7,6 +7,7 @@ Whatever it meets it says in words, and its exit status tells: 0 all is well, 1 
 from __future__ import annotations
 
 import asyncio
+import errno
 import json
 import os
 import shutil
@@ -271,6 +272,19 @@ def test_a_dry_run_refuses_what_the_run_would_refuse(cache: Path, run: Run) -> N
         assert status == 2
         assert "may be written by every user" in told
         assert run(*command_line, cache) == (status, told)
+
+
+def test_a_purge_that_cannot_write_has_failed(
+    cache: Path, run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def failing(fd: int) -> None:
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    monkeypatch.setattr(os, "fdatasync", failing)
+    status, told = run("purge", "--all", cache)
+    assert status == 2
+    assert "FAILED" in told
+    assert "Input/output error" in told
 
 
 @pytest.mark.parametrize("command_line", CHANGING)

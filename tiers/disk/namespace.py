@@ -23,7 +23,7 @@ from kvstore.errors import (
 )
 from kvstore.tiers.disk.trust import ANYBODYS, STRICT, Trust, make_folder
 
-__all__ = ["Namespace", "read_namespace"]
+__all__ = ["Namespace", "enclosing", "read_namespace"]
 
 FILE_NAME = "namespace.json"
 _LEFTOVER = re.compile(r"\.namespace\.json\.(\d{1,10})-[0-9a-f]{8}")
@@ -139,6 +139,12 @@ def _remove_leftovers(folder: Path) -> None:
                 # A folder of that name, say, stays.
                 with contextlib.suppress(OSError):
                     (folder / name).unlink()
+
+
+def enclosing(path: Path) -> Path | None:
+    """The folder of the namespace that `path` is, or lies in; None if there is none."""
+    path = path.absolute()
+    return next((one for one in (path, *path.parents) if os.path.lexists(one / FILE_NAME)), None)
 
 
 def read_namespace(folder: Path, trust: Trust = ANYBODYS) -> dict[str, Any]:
