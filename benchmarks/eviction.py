@@ -4,8 +4,8 @@
     python benchmarks/eviction.py hits --trace agent-thinned,conversation-and-chat
     python benchmarks/eviction.py cost --keys 1000000
 
-Prints one JSON row per case. `hits` replays a trace through the policy alone, by
-the rules of `traces.replay`. `cost` compares with a plain `OrderedDict` used as an
+Prints one JSON row per case. `hits` replays a trace through host memory alone, as
+`kvstore simulate` does. `cost` compares with a plain `OrderedDict` used as an
 LRU, in the same run: nanoseconds of processor time for each block of a chain of 100 that is used
 (`hit_ns`) or takes the place of another (`miss_ns`), links and ends of requests
 included, and bytes per resident key, ghosts included. The key itself is the
@@ -23,26 +23,20 @@ import time
 import tracemalloc
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from benchmarks.dry import read_options
 from benchmarks.interleave import merged, shuffled, thinned
-from benchmarks.traces import (
-    TRACES,
-    Request,
-    blocks_in,
-    key_of,
-    keyed,
-    read_trace,
-    replay,
-    unique,
-)
+from kvstore.plugins import Choice
 from kvstore.policies import EvictionPolicy, Protected, create_policy
+from kvstore.simulation import Setup, Trace, read_trace, replay
 
 POLICIES = ("lru", "fifo", "lfu", "sieve", "s3-fifo", "w-tinylfu", "arc", "hit-density")
 CHAIN = 100
+TRACES = Path(__file__).parent / "traces"
 
 FILES = {
     "conversation": "mooncake_conversation.jsonl.xz",
@@ -51,16 +45,17 @@ FILES = {
 }
 
 
-def trace(name: str) -> list[Request]:
-    """A trace by name: one of `FILES`, or one of those made from them, `MADE`."""
+def trace(name: str, limit: int | None = None) -> Trace:
+    """The first `limit` requests of a trace: one of `FILES`, or one made from them, `MADE`."""
     if name in FILES:
-        return list(read_trace(TRACES / FILES[name]))
+        return read_trace(TRACES / FILES[name], limit=limit)
     if name not in MADE:
         raise SystemExit(f"unknown trace {name!r}; known are: {', '.join((*FILES, *MADE))}")
-    return MADE[name]()
+    made = MADE[name]()
+    return Trace.of(name, islice(zip(made.times, made.requests, strict=True), limit))
 
 
-MADE: dict[str, Callable[[], list[Request]]] = {
+MADE: dict[str, Callable[[], Trace]] = {
     "conversation-shuffled": lambda: shuffled(trace("conversation"), 1),
     "conversation-thinned": lambda: thinned(trace("conversation"), 0.5, 2),
     "chat-thinned": lambda: thinned(trace("chat"), 0.4, 3),
@@ -79,23 +74,20 @@ def hits(
     name: str, percents: Sequence[float], policies: Sequence[str], limit: int | None = None
 ) -> Iterator[dict[str, Any]]:
     """One row for each policy and size, over the first `limit` requests where given."""
-    requests = keyed(trace(name)[:limit])
-    different = unique(requests)
-    blocks = blocks_in(requests)
+    requests = trace(name, limit)
     for percent in percents:
-        capacity = int(different * percent / 100)
+        capacity = max(1, int(requests.unique * percent / 100))
         for policy in policies:
-            began = time.perf_counter()
-            told = replay(create_policy(policy, capacity), requests)
+            told = replay(requests, Setup(capacity, host_policy=Choice.parse(policy)))
             yield {
                 "trace": name,
                 "percent": percent,
                 "capacity": capacity,
                 "policy": policy,
                 "hits": told.hits,
-                "inserts": told.inserts,
-                "hit_percent": round(told.ratio, 2),
-                "us_per_block": round((time.perf_counter() - began) / blocks * 1e6, 2),
+                "inserts": told.host_writes,
+                "hit_percent": round(100 * told.hit_ratio, 2),
+                "us_per_chunk": round(told.seconds / told.accesses * 1e6, 2),
             }
 
 
@@ -131,6 +123,12 @@ class Plain(EvictionPolicy):
 
     def __contains__(self, key: object) -> bool:
         return key in self._keys
+
+
+def key_of(number: int) -> bytes:
+    """A key: well mixed bytes, as block hashes are, and a group index."""
+    mixed = (number + 1) * 0x9E3779B97F4A7C15F39CC0605CEDC835 % (1 << 128)
+    return mixed.to_bytes(16, "big") + b"\0\0\0\0"
 
 
 def _nobody(key: bytes) -> bool:
@@ -236,8 +234,11 @@ def main() -> None:
         rows = (row for name in traces for row in hits(name, percents, policies, told.limit))
     else:
         rows = cost(told.keys, told.rounds, policies)
-    for row in rows:
-        print(json.dumps(row), flush=True)
+    try:
+        for row in rows:
+            print(json.dumps(row), flush=True)
+    except ValueError as error:
+        parser.error(str(error))
 
 
 if __name__ == "__main__":

@@ -37,11 +37,11 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import kvstore
 from benchmarks.dry import read_options
-from benchmarks.eviction import FILES, POLICIES
-from benchmarks.traces import TRACES, Request, key_of, read_trace
+from benchmarks.eviction import FILES, POLICIES, trace
 from kvstore.core import Flow
 from kvstore.plugins import Choice
 from kvstore.policies.shares import Share, Shares, tenant_keys
+from kvstore.simulation import Trace
 from kvstore.simulation.replay import Server, Setup
 
 CHUNK = 256 * 1024
@@ -56,16 +56,16 @@ def attack(kind: str, length: int, cache: int) -> Iterator[list[bytes]]:
         yield tenant_keys("attacker", [b"%d-%06d" % (name, at) for at in range(length)])
 
 
-def hit_ratio(
-    requests: Sequence[Request], setup: Setup, floods: int, kind: str, length: int
-) -> float:
+def hit_ratio(requests: Trace, setup: Setup, floods: int, kind: str, length: int) -> float:
     """The victim's hits per chunk that it looks up, beside so many requests of the attacker."""
     server = Server(setup.core(2**20), setup.reserve)
     attacker = attack(kind, length, setup.host + setup.disk)
     hits = looked_up = 0
-    for number, request in enumerate(requests):
-        server.now = request.timestamp / 1e3
-        keys = tenant_keys("victim", map(key_of, request.hash_ids))
+    victims = tenant_keys("victim", requests.keys())
+    for number, (server.now, request) in enumerate(
+        zip(requests.times, requests.requests, strict=True)
+    ):
+        keys = [victims[chunk] for chunk in request]
         hits += server.serve(keys, f"victim-{number}")
         looked_up += len(keys)
         for flood in range(floods):
@@ -190,10 +190,9 @@ def main() -> None:
 
 def run_replay(options: argparse.Namespace) -> None:
     """One replay after the other."""
-    requests = list(itertools.islice(read_trace(TRACES / FILES[options.trace]), options.requests))
-    unique = len({chunk for request in requests for chunk in request.hash_ids})
-    length = max(1, sum(len(request.hash_ids) for request in requests) // len(requests))
-    host, disk = max(1, int(unique * options.host)), max(1, int(unique * options.disk))
+    requests = trace(options.trace, options.requests)
+    length = max(1, requests.accesses // len(requests.requests))
+    host, disk = (max(1, int(requests.unique * part)) for part in (options.host, options.disk))
     shares = Shares({"victim": Share(options.guaranteed), "attacker": Share()}, partitions=1)
     due = options.guaranteed + (1 - options.guaranteed) / 2
     for policy, flow in itertools.product(options.policies, options.flows):

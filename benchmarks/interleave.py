@@ -1,7 +1,7 @@
 """Makes new traces out of a trace: its sessions at other times, fewer of them, or beside another's.
 
 A session is what continues one another: a request belongs to the session that
-introduced the deepest block it shares, unless that block is shared by so many
+introduced the deepest chunk it shares, unless that chunk is shared by so many
 that it is a common prompt.
 """
 
@@ -9,28 +9,31 @@ from __future__ import annotations
 
 import random
 from collections import Counter
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Iterable, Sequence
+from operator import itemgetter
 
-from benchmarks.traces import Request
+from kvstore.simulation import Trace
 
 __all__ = ["merged", "sessions", "shuffled", "thinned"]
 
+Request = tuple[float, Sequence[int]]
+"""When it came, in seconds, and its chunks."""
+
 COMMON = 50
-"""A block that this many requests have branched from is a common prompt from then on."""
+"""A chunk that this many requests have branched from is a common prompt from then on."""
 
 
-def sessions(requests: Sequence[Request]) -> list[list[Request]]:
+def sessions(trace: Trace) -> list[list[Request]]:
     """The requests by session, sessions in order of their beginning."""
     followers: Counter[int] = Counter()
     owner: dict[int, int] = {}
     found: list[list[Request]] = []
-    for request in requests:
+    for request in zip(trace.times, trace.requests, strict=True):
         deepest = None
-        for block in request.hash_ids:
-            if block not in owner:
+        for chunk in request[1]:
+            if chunk not in owner:
                 break
-            deepest = block
+            deepest = chunk
         session = None
         if deepest is not None:
             followers[deepest] += 1
@@ -40,43 +43,42 @@ def sessions(requests: Sequence[Request]) -> list[list[Request]]:
             session = len(found)
             found.append([])
         found[session].append(request)
-        for block in request.hash_ids:
-            owner.setdefault(block, session)
+        for chunk in request[1]:
+            owner.setdefault(chunk, session)
     return found
 
 
-def shuffled(requests: Sequence[Request], seed: int) -> list[Request]:
+def shuffled(trace: Trace, seed: int) -> Trace:
     """Every session with its own pauses, begun at a time drawn from all beginnings."""
     rng = random.Random(seed)
-    groups = sessions(requests)
-    starts = [group[0].timestamp for group in groups]
+    groups = sessions(trace)
+    starts = [group[0][0] for group in groups]
     rng.shuffle(starts)
-    moved = [
-        replace(request, timestamp=request.timestamp - group[0].timestamp + start)
+    return _in_order(
+        (seconds - group[0][0] + start, chunks)
         for group, start in zip(groups, starts, strict=True)
-        for request in group
-    ]
-    return sorted(moved, key=lambda request: request.timestamp)
+        for seconds, chunks in group
+    )
 
 
-def thinned(requests: Sequence[Request], share: float, seed: int) -> list[Request]:
+def thinned(trace: Trace, share: float, seed: int) -> Trace:
     """A random `share` of the sessions."""
     rng = random.Random(seed)
-    kept = [request for group in sessions(requests) if rng.random() < share for request in group]
-    return sorted(kept, key=lambda request: request.timestamp)
+    return _in_order(
+        request for group in sessions(trace) if rng.random() < share for request in group
+    )
 
 
-def merged(one: Sequence[Request], other: Sequence[Request]) -> list[Request]:
-    """Both traces at once, the other stretched to last as long; no block is shared."""
-    offset = 1 + max(max(request.hash_ids, default=0) for request in one)
-    first, last = other[0].timestamp, other[-1].timestamp
-    scale = (one[-1].timestamp - one[0].timestamp) / max(last - first, 1)
+def merged(one: Trace, other: Trace) -> Trace:
+    """Both traces at once, the other stretched to last as long; no chunk is shared."""
+    first, last = other.times[0], other.times[-1]
+    scale = (one.times[-1] - one.times[0]) / max(last - first, 0.001)
     moved = [
-        replace(
-            request,
-            timestamp=one[0].timestamp + (request.timestamp - first) * scale,
-            hash_ids=[block + offset for block in request.hash_ids],
-        )
-        for request in other
+        (one.times[0] + (seconds - first) * scale, [chunk + one.unique for chunk in chunks])
+        for seconds, chunks in zip(other.times, other.requests, strict=True)
     ]
-    return sorted([*one, *moved], key=lambda request: request.timestamp)
+    return _in_order([*zip(one.times, one.requests, strict=True), *moved])
+
+
+def _in_order(requests: Iterable[Request]) -> Trace:
+    return Trace.of("made", sorted(requests, key=itemgetter(0)))

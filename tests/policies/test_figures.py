@@ -6,59 +6,49 @@ import functools
 
 import pytest
 
-from benchmarks.traces import TRACES, keyed, read_trace, replay, unique
+from benchmarks.eviction import trace
 from kvstore.policies import create_policy
+from tests.simulation.traces import hits_by_the_rules
 
-FILES = {
-    "conversation": "mooncake_conversation.jsonl.xz",
-    "agent": "agent_sessions.packed.xz",
-    "chat": "chat_generated.packed.xz",
-}
+kept = functools.lru_cache(maxsize=1)(trace)
 
 
-@functools.lru_cache(maxsize=1)
-def trace(name: str) -> tuple[list[list[bytes]], int]:
-    """The keys of each request, and how many different ones there are."""
-    requests = keyed(read_trace(TRACES / FILES[name]))
-    return requests, unique(requests)
-
-
-def replayed(name: str, percent: float, policy: str) -> tuple[int, int]:
-    requests, different = trace(name)
-    told = replay(create_policy(policy, int(different * percent / 100)), requests)
-    return told.hits, told.inserts
+def replayed(name: str, percent: float, policy: str) -> int:
+    requests = kept(name)
+    capacity = int(requests.unique * percent / 100)
+    return hits_by_the_rules(requests, create_policy(policy, capacity))
 
 
 def test_the_conversation_trace_is_read_whole() -> None:
-    requests, different = trace("conversation")
-    assert len(requests) == 12_031
-    assert sum(map(len, requests)) == 288_500
-    assert different == 182_790
+    requests = kept("conversation")
+    assert len(requests.requests) == 12_031
+    assert requests.accesses == 288_500
+    assert requests.unique == 182_790
 
 
 @pytest.mark.parametrize(
-    ("percent", "policy", "hits", "inserts"),
+    ("percent", "policy", "hits"),
     [
-        (1, "lru", 15136, 273364),
-        (1, "arc", 18747, 269753),
-        (1, "s3-fifo", 21626, 266878),
-        (1, "sieve", 16789, 271711),
-        (5, "lru", 56479, 232021),
-        (5, "arc", 60615, 227885),
-        (5, "s3-fifo", 54051, 234380),
-        (5, "sieve", 36564, 251936),
-        (10, "lru", 80466, 208034),
-        (10, "arc", 82007, 206493),
-        (10, "s3-fifo", 70628, 217543),
-        (10, "sieve", 56238, 232262),
-        (25, "lru", 101978, 186522),
-        (25, "arc", 96784, 191716),
-        (25, "s3-fifo", 99377, 188679),
-        (25, "sieve", 97053, 191447),
+        (1, "lru", 15136),
+        (1, "arc", 18747),
+        (1, "s3-fifo", 21626),
+        (1, "sieve", 16789),
+        (5, "lru", 56479),
+        (5, "arc", 60615),
+        (5, "s3-fifo", 54051),
+        (5, "sieve", 36564),
+        (10, "lru", 80466),
+        (10, "arc", 82007),
+        (10, "s3-fifo", 70628),
+        (10, "sieve", 56238),
+        (25, "lru", 101978),
+        (25, "arc", 96784),
+        (25, "s3-fifo", 99377),
+        (25, "sieve", 97053),
     ],
 )
-def test_conversation(percent: float, policy: str, hits: int, inserts: int) -> None:
-    assert replayed("conversation", percent, policy) == (hits, inserts)
+def test_conversation(percent: float, policy: str, hits: int) -> None:
+    assert replayed("conversation", percent, policy) == hits
 
 
 @pytest.mark.parametrize(
@@ -71,8 +61,8 @@ def test_conversation(percent: float, policy: str, hits: int, inserts: int) -> N
     ],
 )
 def test_hit_density_beats_lru_on_the_conversation(percent: float, better_than_lru: float) -> None:
-    lru, _ = replayed("conversation", percent, "lru")
-    ours, _ = replayed("conversation", percent, "hit-density")
+    lru = replayed("conversation", percent, "lru")
+    ours = replayed("conversation", percent, "hit-density")
     assert 100 * (ours - lru) / 288_500 >= better_than_lru
 
 
@@ -90,7 +80,7 @@ def test_hit_density_beats_lru_on_the_conversation(percent: float, better_than_l
     ],
 )
 def test_chat(percent: float, policy: str, hits: int) -> None:
-    assert replayed("chat", percent, policy)[0] == hits
+    assert replayed("chat", percent, policy) == hits
 
 
 @pytest.mark.slow
@@ -109,12 +99,12 @@ def test_chat(percent: float, policy: str, hits: int) -> None:
     ],
 )
 def test_agent(percent: float, policy: str, hits: int) -> None:
-    assert replayed("agent", percent, policy)[0] == hits
+    assert replayed("agent", percent, policy) == hits
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
 def test_hit_density_beats_lru_by_far_on_agents_in_a_small_tier() -> None:
-    lru, _ = replayed("agent", 1, "lru")
-    ours, _ = replayed("agent", 1, "hit-density")
+    lru = replayed("agent", 1, "lru")
+    ours = replayed("agent", 1, "hit-density")
     assert 100 * (ours - lru) / 10_594_294 >= 5.0

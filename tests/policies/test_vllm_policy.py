@@ -17,7 +17,7 @@ from vllm.v1.kv_offload.cpu.manager import CPUOffloadingManager
 from vllm.v1.kv_offload.cpu.policies.base import CachePolicy, ChunkStatus
 from vllm.v1.kv_offload.cpu.policies.factory import CachePolicyFactory
 
-from benchmarks.traces import TRACES, keyed, read_trace, unique
+from benchmarks.eviction import trace
 from kvstore.policies import policy_names
 
 MODULE = "kvstore.vllm.policy"
@@ -53,10 +53,14 @@ def chain(name: str, length: int, group: int = 0) -> list[bytes]:
 
 
 def replayed(policy: str, percent: float, requests: int = 4000) -> float:
-    trace = keyed(itertools.islice(read_trace(TRACES / "mooncake_conversation.jsonl.xz"), requests))
-    tier = manager(policy, int(unique(trace) * percent / 100))
-    hits = sum(serve(tier, str(number), keys) for number, keys in enumerate(trace))
-    return 100 * hits / sum(map(len, trace))
+    conversation = trace("conversation", requests)
+    keys = conversation.keys()
+    tier = manager(policy, int(conversation.unique * percent / 100))
+    hits = sum(
+        serve(tier, str(number), [keys[chunk] for chunk in chunks])
+        for number, chunks in enumerate(conversation.requests)
+    )
+    return 100 * hits / conversation.accesses
 
 
 def test_every_policy_is_a_class_for_vllms_factory() -> None:
