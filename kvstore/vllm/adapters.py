@@ -3,9 +3,9 @@
 vLLM's block hashes know an adapter by name and path, and its weights may be others in the next
 process. So kvstore adds a fingerprint of the adapter's files to the keys. vLLM has loaded what
 the files hold when the first request of the adapter comes, as long as they do not change. When
-they do, or a request makes vLLM read them again (`load_inplace`), it is unknown which weights a
-request is computed with: the adapter is in doubt, and its chunks are neither looked up nor stored
-any more.
+they do or cannot be read, or a request makes vLLM read them again (`load_inplace`), it is unknown
+which weights a request is computed with: the adapter is in doubt, and its chunks are neither
+looked up nor stored any more.
 
 Fingerprints are taken by a thread, one after the other in the order of the calls.
 """
@@ -24,7 +24,12 @@ from typing import TYPE_CHECKING
 from vllm.v1.kv_offload.base import OffloadKey, ReqContext
 
 from kvstore.types import about
-from kvstore.vllm.identity.fingerprint import Fingerprint, adapter_files, fingerprint
+from kvstore.vllm.identity.fingerprint import (
+    AbsentError,
+    Fingerprint,
+    adapter_files,
+    fingerprint,
+)
 from kvstore.vllm.version import keep_position
 
 if TYPE_CHECKING:
@@ -136,7 +141,13 @@ class Adapters:
             # A fingerprint that comes too late may be of other files than vLLM has read.
             known.doubtful = True
             self._tell(f"adapter {use.path}: its files cannot be read in time")
-        elif taken.cancelled() or taken.exception() is not None:
+        elif taken.cancelled() or (error := taken.exception()) is not None:
+            if known.loaded is None and isinstance(error, AbsentError):
+                # vLLM has loaded nothing from this machine's files yet.
+                self._tell(f"adapter {use.path}: its files are not on this machine")
+                return
+            # vLLM may have read them before they changed, or since.
+            known.doubtful = True
             self._tell(f"adapter {use.path}: its files cannot be read")
         elif known.loaded is not None and known.loaded.digest != taken.result().digest:
             known.doubtful = True

@@ -318,10 +318,11 @@ class KVStoreConnector(OffloadingConnector):  # type: ignore[misc]
             self._manager.pauses = paused and not self._pause_told
         self._pause_told = paused
         again, self._was_reset = self._was_reset, True
-        if again and self._manager is not None:
+        scheduler = self.connector_scheduler
+        if again and scheduler is not None:
             # vLLM's half fails if transfers were under way at the reset before, and no step came
             # since. It has begun nothing since then either.
-            self._manager.reset_cache()
+            scheduler.manager.reset_cache()
             return True
         return super().reset_cache()
 

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, precondition, rule
 
 from kvstore.vllm.adapters import Adapters, Use
-from kvstore.vllm.identity.fingerprint import Fingerprint, UnreadableError
+from kvstore.vllm.identity.fingerprint import AbsentError, Fingerprint, UnreadableError
 
 KEY = bytes(range(32)) + b"\0\0\0\1"
 
@@ -23,6 +23,7 @@ class Disk:
         self.writes = 0
         self.asked: list[tuple[str, Future[Fingerprint]]] = []
         self.at_once = True
+        self.unreadable = False
 
     def write(self, path: str, content: str) -> None:
         self.writes += 1
@@ -37,12 +38,14 @@ class Disk:
 
     def answer(self, count: int = 1000) -> None:
         for path, future in self.asked[:count]:
-            if path in self.content:
+            if self.unreadable:
+                future.set_exception(UnreadableError(f"{path}: the files change"))
+            elif path in self.content:
                 digest, write = self.content[path].split(":")
                 signature = ((path, 0, 0, 0, int(write), int(write)),)
                 future.set_result(Fingerprint(digest, signature, 1))
             else:
-                future.set_exception(UnreadableError(path))
+                future.set_exception(AbsentError(path))
         del self.asked[:count]
 
 
@@ -161,6 +164,20 @@ def test_nobody_waits_longer_than_the_deadline_and_nothing_is_guessed_then(rig: 
     assert rig.arrive().doubtful, "what vLLM has loaded was not seen in time"
 
 
+def test_what_cannot_be_read_is_in_doubt_from_then_on(rig: Rig) -> None:
+    """vLLM may have loaded other files than lie there when they can be read again."""
+    loaded = rig.arrive(2)
+    rig.disk.unreadable = True
+    assert rig.arrive().doubtful
+    assert rig.arrive(2).doubtful
+    rig.disk.unreadable = False
+    rig.disk.write("a", "second")
+    assert rig.arrive().doubtful
+    assert rig.arrive(2).doubtful
+    assert loaded.doubtful
+    assert clean(rig.arrive(3))
+
+
 def test_an_adapter_that_is_not_there_yet_may_come(rig: Rig) -> None:
     assert rig.arrive(5, "org/name").doubtful
     rig.disk.write("org/name", "x")
@@ -204,9 +221,10 @@ class Engine(RuleBasedStateMachine):
     def write(self, content: str) -> None:
         self.disk.write("a", content)
 
-    @rule(inplace=st.booleans())
-    def arrive_and_run(self, inplace: bool) -> None:
+    @rule(inplace=st.booleans(), unreadable=st.booleans())
+    def arrive_and_run(self, inplace: bool, unreadable: bool) -> None:
         self.count += 1
+        self.disk.unreadable = unreadable
         use = self.adapters.arrive(f"r{self.count}", 1, "a", inplace, 0.0)
         self.adapters.settle(0.0)
         self.live.append((use, inplace))
@@ -230,12 +248,12 @@ class Engine(RuleBasedStateMachine):
     def finish(self, data: st.DataObject) -> None:
         self.live.pop(data.draw(st.integers(0, len(self.live) - 1)))
 
-    @rule()
+    @rule(unreadable=st.booleans())
     @precondition(lambda self: not self.live and self.loaded is not None)
-    def evict_and_load(self) -> None:
+    def evict_and_load(self, unreadable: bool) -> None:
         """Room was needed for other adapters, and this one is asked for again."""
         self.loaded = None
-        self.arrive_and_run(False)
+        self.arrive_and_run(False, unreadable)
 
 
 TestEngine = Engine.TestCase

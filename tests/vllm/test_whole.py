@@ -27,6 +27,18 @@ def disk(folder: Path) -> list[dict[str, Any]]:
     return [{"type": "disk", "path": str(folder / "cache"), "capacity_bytes": "300MiB"}]
 
 
+def in_vllms_tiering(folder: Path) -> dict[str, Any]:
+    """Options of vLLM's own tiering, on the CPU, with kvstore's disk as its second tier."""
+    mine = {"type": "KVStoreTier", "module_path": "kvstore.vllm", "path": str(folder / "cache")}
+    plain = {"automatic_identity": False, "identity": {"model": "m"}}
+    return {
+        "spec_name": "HostTieringOffloadingSpec",
+        "spec_module_path": "benchmarks.serving.native",
+        "cpu_bytes_to_use": 256 * 4096,
+        "secondary_tiers": [{**mine, "capacity_bytes": "300MiB", **plain}],
+    }
+
+
 @pytest.fixture
 def open_server(tmp_path: Path) -> Iterator[Any]:
     servers: list[Server] = []
@@ -402,3 +414,19 @@ def test_two_resets_amid_transfers_without_a_step_between_them(open_server: Any)
     assert [one.cached for one in server.serve([7] * 66, [8] * 66)] == [0, 0]
     server.settle()
     assert server.manager._core.stats().busy_rows == 0
+
+
+def test_two_resets_without_a_step_between_them_below_vllms_own_manager(
+    open_server: Any, tmp_path: Path
+) -> None:
+    expected = [one.tokens for one in open_server().serve(*PROMPTS)]
+    server = Server(tmp_path, in_vllms_tiering(tmp_path))
+    for prompt in PROMPTS:
+        server.add(prompt)
+    scheduler: Any = server.connector.connector_scheduler
+    while not scheduler._jobs:
+        server.step()
+    for _ in range(3):
+        assert server.scheduler.reset_connector_cache()
+    assert [one.tokens for one in server.serve(*PROMPTS)] == expected
+    server.close()

@@ -33,7 +33,14 @@ from xxhash import xxh3_128
 from kvstore.errors import MALFORMED
 from kvstore.tiers.disk.io.base import read_bytes
 
-__all__ = ["Fingerprint", "UnreadableError", "adapter_files", "fingerprint", "model_files"]
+__all__ = [
+    "AbsentError",
+    "Fingerprint",
+    "UnreadableError",
+    "adapter_files",
+    "fingerprint",
+    "model_files",
+]
 
 WHOLE_BYTES = 32 * 2**20
 BLOCK = 4 * 2**20
@@ -50,6 +57,10 @@ THREADS = 8
 
 class UnreadableError(Exception):
     """There are no files, or they cannot be read."""
+
+
+class AbsentError(UnreadableError):
+    """There are no files on this machine, or not yet."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,7 +89,7 @@ def fingerprint(files: Sequence[Path], known: Fingerprint | None = None) -> Fing
         UnreadableError: if there are none, or one cannot be read.
     """
     if not files:
-        raise UnreadableError("no weight files")
+        raise AbsentError("no weight files")
     ordered = sorted(files, key=lambda path: path.name)
     try:
         signature = tuple(_signed(path) for path in ordered)
@@ -215,27 +226,28 @@ def adapter_files(path: str) -> list[Path]:
     """The files of the LoRA adapter that vLLM calls `path`.
 
     Raises:
-        UnreadableError: if they do not lie on this machine.
+        AbsentError: if they do not lie on this machine.
+        UnreadableError: if their folder cannot be read.
     """
     place = _local(os.path.expanduser(path), None, None)
     files = _entries(place)
     weights = [found for found in files if found.suffix in KINDS and found.name not in TRAINING]
     if not weights:
-        raise UnreadableError(f"{place}: no weight files")
+        raise AbsentError(f"{place}: no weight files")
     return weights + [found for found in files if found.name == "adapter_config.json"]
 
 
 def _local(name: str, revision: str | None, download_dir: str | None) -> Path:
     if "://" in name:
-        raise UnreadableError(f"{name}: not on this machine")
+        raise AbsentError(f"{name}: not on this machine")
     if os.path.exists(name):
         return Path(name)
     if os.environ.get("VLLM_USE_MODELSCOPE", "").strip().lower() in ("1", "true"):
         # What the cache of the Hugging Face hub has under that name is not what vLLM loads.
-        raise UnreadableError(f"{name}: in ModelScope's cache")
+        raise AbsentError(f"{name}: in ModelScope's cache")
     snapshot = _hub_snapshot(name, revision, download_dir)
     if snapshot is None:
-        raise UnreadableError(f"{name}: neither a folder nor in the model hub's cache")
+        raise AbsentError(f"{name}: neither a folder nor in the model hub's cache")
     return snapshot
 
 
