@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterable, Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor
 
@@ -18,6 +17,7 @@ import numpy.typing as npt
 
 from kvstore.concurrency import in_thread, outlast
 from kvstore.core import Core
+from kvstore.core.chunk import FILLING
 from kvstore.core.residency.base import CopyTarget
 from kvstore.engine.loop_steps import Driver
 from kvstore.tiers.pinned import PinnedRegion
@@ -123,8 +123,8 @@ class Puts:
         self._threads = threads
         self._deadline = deadline
         self._ceiling = max_wait
-        self._turns: dict[int, _Turns] = {}
-        """Those of each tenant: see `Core.owner`."""
+        self._turns: dict[int, asyncio.Lock] = {}
+        """Those of each tenant, in the order of asking: see `Core.owner`."""
         self._moved = 0.0
         """When a put last got room."""
         self._withdrawn: list[set[bytes]] = []
@@ -134,7 +134,7 @@ class Puts:
     @property
     def waiting(self) -> bool:
         """Whether a put waits for room."""
-        return any(turns.taken for turns in self._turns.values())
+        return any(turn.locked() for turn in self._turns.values())
 
     async def put(
         self,
@@ -209,7 +209,10 @@ class Puts:
         if key in self._core.hidden:
             return False
         chunk = self._core.chunks.get(key)
-        return (chunk is not None and chunk.stored_by is None) or any(
+        if chunk is not None:
+            # One that is read from a tier may turn out to be damaged or gone.
+            return chunk.state != FILLING
+        return any(
             not tier.index.lacks(key)
             for tier in (self._core.targets[:1] if own else self._core.tiers)
         )
@@ -236,8 +239,11 @@ class Puts:
         left = dict.fromkeys(chunks)
         since = time.monotonic()
         era = self._core.era
-        turns = self._turns.setdefault(self._core.owner(list(chunks)), _Turns())
-        if not await turns.take(self._ceiling if wait else 0.0):
+        turn = self._turns.setdefault(self._core.owner(list(chunks)), asyncio.Lock())
+        try:
+            async with asyncio.timeout(self._ceiling if wait else 0.0):
+                await turn.acquire()
+        except TimeoutError:
             return False
         mine, again, told = True, False, False
         try:
@@ -272,7 +278,8 @@ class Puts:
                         since = self._moved = now
                     if done:
                         # The next put need not wait for the copying.
-                        mine = turns.give()
+                        turn.release()
+                        mine = False
                     if grant.keys:
                         await self._copy_in(grant.keys, grant.rows, chunks, name, durable=durable)
                     if done:
@@ -290,7 +297,7 @@ class Puts:
                 await self._driver.moved()
         finally:
             if mine:
-                turns.give()
+                turn.release()
 
     async def _copy_in(
         self, keys: list[bytes], rows: list[int], sources: Sources, name: str, *, durable: bool
@@ -313,43 +320,3 @@ class Puts:
                 # They may not leave before they are copied, though a peer keeps them.
                 self._core.save_first(keys)
             self._driver.pump()
-
-
-class _Turns:
-    """A fair lock: turns are given in the order of asking."""
-
-    def __init__(self) -> None:
-        self.taken = False
-        self._line: OrderedDict[asyncio.Future[None], None] = OrderedDict()
-
-    async def take(self, seconds: float) -> bool:
-        """Wait for a turn; False if it has not come within `seconds`."""
-        if not self.taken:
-            self.taken = True
-            return True
-        if seconds <= 0:
-            return False
-        turn = asyncio.get_running_loop().create_future()
-        self._line[turn] = None
-        try:
-            async with asyncio.timeout(seconds):
-                await turn
-        except BaseException as error:
-            self._line.pop(turn, None)
-            if turn.done() and not turn.cancelled():
-                # The turn came at the same moment.
-                self.give()
-            if isinstance(error, TimeoutError):
-                return False
-            raise
-        return True
-
-    def give(self) -> bool:
-        """Pass the turn on. Returns False: it is no longer the caller's."""
-        while self._line:
-            turn, _ = self._line.popitem(last=False)
-            if not turn.done():
-                turn.set_result(None)
-                return False
-        self.taken = False
-        return False

@@ -6,6 +6,7 @@ This module is long because each public method says in full what it guarantees.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import time
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
@@ -33,7 +34,7 @@ from kvstore.core import Core, CoreStats
 from kvstore.engine.engine import end_engine
 from kvstore.engine.loop_steps import Driver
 from kvstore.engine.unnamed_requests import Prompt, Prompts
-from kvstore.errors import KVStoreError
+from kvstore.errors import KVStoreError, LeaseEndedError
 from kvstore.observe.logs import warn_with
 from kvstore.types import Event, about
 
@@ -307,6 +308,9 @@ class Store:
 
         Without `wait` it uses the room that is free and sheds the rest at once: all of it,
         while another put waits.
+
+        A chunk that is being read from a tier counts once it has been read; if that fails, the
+        buffer is stored.
 
         With `durable` it returns when the chunks are on the first tier, as after a `flush`:
         only those count that a later process will find there, even after kill -9. A chunk that the
@@ -739,11 +743,13 @@ class Store:
             prompt.busy += 1
             try:
                 async with self.windows(keys, piece, prompt.id) as windows:
-                    async for chunks in windows:
-                        if self._core.era != era:
-                            break
-                        await self._copy_out(chunks, targets[filled:])
-                        filled += len(chunks)
+                    # Views that others have kept may leave no row for the rest.
+                    with contextlib.suppress(LeaseEndedError):
+                        async for chunks in windows:
+                            if self._core.era != era:
+                                break
+                            await self._copy_out(chunks, targets[filled:])
+                            filled += len(chunks)
             except BaseException:
                 self._prompts.give_up(prompt)
                 raise

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Collection, Container, Iterator, Sequence
+from typing import cast
 
 from kvstore.core.chunk import READY, Chunk
 from kvstore.core.host import HostPool
@@ -101,7 +102,7 @@ class Line:
 
 _SCANNING, _WAITING, _ANSWERED = RequestState
 
-_NOBODY = Request("\0")
+_NOBODY = Request(cast(str, object()))
 """The asking request while none asks; no request has its id."""
 
 

@@ -285,6 +285,29 @@ async def test_a_tensor_of_a_chunk_outlives_its_lease_with_its_bytes(open_store:
         await until_async(lambda: busy(store) == 0)
 
 
+async def test_where_kept_arrays_leave_no_row_the_rest_is_missing(open_store: Open) -> None:
+    keys = keys_of("long", 10)
+    async with open_store(rows=4, disk=64) as store:
+        assert await store.put(keys, payloads(keys), durable=True) == 10
+        kept = []
+        for key in keys[:4]:
+            async with store.get([key]) as chunks:
+                kept.append(chunks.array(0, "u1"))
+        targets = [bytearray(CHUNK) for _ in keys]
+        assert await asyncio.wait_for(store.get_into(keys[4:], targets[4:]), PATIENCE) == 0
+        del chunks, kept[:]
+        assert await store.get_into(keys, targets) == 10
+        assert targets == payloads(keys)
+
+
+@pytest.mark.parametrize("name", ["\0", "\0prefetch", ""])
+async def test_any_text_is_a_name_of_a_request(open_store: Open, name: str) -> None:
+    async with open_store(rows=2, disk=64) as store:
+        assert await store.put(KEYS, payloads(KEYS), durable=True) == 4
+        assert await asyncio.wait_for(store.resolve(KEYS[:2], name), PATIENCE) == 2
+        store.release(name)
+
+
 async def test_a_type_or_shape_that_does_not_fit_is_named(open_store: Open) -> None:
     async with open_store() as store:
         await store.put(KEYS, payloads(KEYS))

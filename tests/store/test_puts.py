@@ -13,7 +13,6 @@ import numpy as np
 import pytest
 
 import kvstore
-from kvstore.api.put import _Turns
 from kvstore.api.store import COPY_INLINE_BYTES
 from kvstore.errors import KVStoreError
 from kvstore.policies import policy_names
@@ -347,29 +346,36 @@ async def test_who_is_cancelled_while_it_waits_holds_nobody_up(open_store: Open)
         assert busy(store) == 0
 
 
-async def test_a_turn_that_comes_to_one_who_is_cancelled_is_passed_on(open_store: Open) -> None:
-    async with open_store(rows=4) as store:
-        turns = store._puts._turns.setdefault(0, _Turns())
-        assert await turns.take(PATIENCE)
-        second = asyncio.create_task(turns.take(TOO_LONG))
-        third = asyncio.create_task(turns.take(TOO_LONG))
-        await asyncio.sleep(0)
-        turns.give()
-        second.cancel()
-        assert await asyncio.wait_for(third, PATIENCE)
-        with pytest.raises(asyncio.CancelledError):
-            await second
+@pytest.mark.parametrize("durable", [False, True])
+async def test_a_put_amid_a_read_that_fails_stores_its_own_bytes(
+    open_store: Open, durable: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Until a chunk is read, nobody knows whether its tier still has it whole."""
+    keys = keys_of("a", 2)
+    async with open_store(rows=8, disk=64) as store:
+        assert await store.put(keys, payloads(keys), durable=True) == 2
+    gate = hold(monkeypatch, "read")
+    held = DiskTier.read
 
+    async def in_vain(self: DiskTier, keys: list[bytes], *rest: Any) -> Transfer:
+        await held(self, keys, *rest)
+        return Transfer([False] * len(keys), error=None)
 
-async def test_who_does_not_wait_any_more_leaves_the_line() -> None:
-    turns = _Turns()
-    assert await turns.take(PATIENCE)
-    assert not await turns.take(0.0)
-    for _ in range(3):
-        assert not await turns.take(0.001)
-    await cancel(begun := asyncio.create_task(turns.take(TOO_LONG)))
-    assert begun.cancelled()
-    assert not turns._line
+    monkeypatch.setattr(DiskTier, "read", in_vain)
+    async with open_store(rows=8, disk=64) as store:
+        assert store.prefetch(keys) == 2
+        await until_async(lambda: any(key in store._core.chunks for key in keys))
+        assert await store.put(keys, payloads(keys), wait=False) == 0
+        put = asyncio.create_task(store.put(keys, payloads(keys), durable=durable))
+        await asyncio.sleep(0.02)
+        assert not put.done()
+        gate.set()
+        assert await asyncio.wait_for(put, PATIENCE) == 2
+        assert await contents(store, keys) == payloads(keys)
+    monkeypatch.undo()
+    if durable:
+        async with open_store(rows=8, disk=64) as store:
+            assert await contents(store, keys) == payloads(keys)
 
 
 async def test_two_puts_of_the_same_chunks_both_wait_for_them(

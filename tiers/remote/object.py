@@ -46,7 +46,10 @@ _ENDPOINTS = {
     "az": ("AZURE_ENDPOINT", "AZURE_STORAGE_ENDPOINT"),
 }
 _CREDENTIALS = {
-    "s3": ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN", "AWS_TOKEN"),
+    "s3": (
+        *("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN", "AWS_TOKEN"),
+        *("AWS_REGION", "AWS_DEFAULT_REGION"),
+    ),
     "az": (
         *(f"AZURE_STORAGE_{name}_KEY" for name in ("ACCESS", "ACCOUNT", "MASTER", "SAS")),
         *(f"AZURE_{name}" for name in ("CLIENT_ID", "CLIENT_SECRET", "TENANT_ID")),
@@ -64,6 +67,15 @@ REMOVALS = 4
 
 PAGE_NAMES = 1000
 """Values in a portion of a list, as in a page of S3."""
+
+PAGE_SECONDS = 60.0
+"""How long a portion may take: what a service names may be nothing, and more to come, for ever."""
+
+MOST_TOLD = 500
+"""Most characters of an error."""
+
+IDLE_SECONDS = 5
+"""How long a connection that nobody uses is kept. Dead ones are found out one by one."""
 
 RANGE_BYTES = 4 * 2**20
 """Most bytes of a value that one request reads."""
@@ -120,6 +132,8 @@ class ObjectTier(StoreTier):
             # `obstore` would die of it at the first call. Files that are mounted end so.
             if not os.environ.get(name, "").isprintable():
                 raise ValueError(f"{name}: holds a line break, or what is no character")
+        if not region.isprintable():
+            raise ValueError("region: holds a line break, or what is no character")
         if parts.scheme in ("file", "gs") and endpoint:
             raise ValueError(f"endpoint: not allowed with {parts.scheme}://")
         if parts.scheme != "s3" and region:
@@ -172,6 +186,7 @@ class ObjectTier(StoreTier):
                     "allow_http": options.get("endpoint", "").startswith("http://"),
                     "connect_timeout": timedelta(seconds=self._timeout),
                     "timeout": timedelta(seconds=self._timeout),
+                    "pool_idle_timeout": timedelta(seconds=IDLE_SECONDS),
                 },
                 # Few retries: the whole call has a deadline, and a failing store gets a pause.
                 retry_config={
@@ -283,15 +298,22 @@ class _Client:
         self, place: str, but: Collection[str]
     ) -> AsyncIterator[Sequence[tuple[str, float]]]:
         """Yield names and times of objects, in the pages in which the service returns them."""
-        epochs = await self._call(lambda: obstore.list_with_delimiter_async(self._store, place))
+        epochs = await self._page(lambda: obstore.list_with_delimiter_async(self._store, place))
         for prefix in epochs["common_prefixes"]:
             if prefix.rpartition("/")[2] in but:
                 continue
             portions = obstore.list(self._store, prefix, chunk_size=PAGE_NAMES).__aiter__()
             while (
-                found := await self._call(lambda at=portions: anext(at, None))  # type: ignore[misc]
+                found := await self._page(lambda at=portions: anext(at, None))  # type: ignore[misc]
             ) is not None:
                 yield [(each["path"], each["last_modified"].timestamp()) for each in found]
+
+    async def _page(self, call: Callable[[], Awaitable[_T]]) -> _T:
+        try:
+            async with asyncio.timeout(PAGE_SECONDS):
+                return await self._call(call)
+        except TimeoutError:
+            raise StoreError(f"no list of names within {PAGE_SECONDS:g} s") from None
 
     async def close(self) -> None:
         """Do nothing: the client manages its connections."""
@@ -369,8 +391,10 @@ class _UnreadError(StoreError):
 def _summary(error: Exception) -> str:
     """Return the first line of an error; the others are debugging details of the client.
 
-    Query strings and credentials in URLs are removed, as the former may contain a signature.
+    Query strings and credentials in URLs are removed, as the former may contain a signature, and
+    what the service answers at length, which may repeat a token.
     """
-    line = re.sub(r"\?[^\s()\"']*", "?...", str(error).strip().partition("\n")[0])
+    line = str(error).strip().partition("\n")[0].partition(": <")[0]
+    line = re.sub(r"\?[^\s()\"']*", "?...", line)
     line = re.sub(r"//[^\s@]*@", "//...@", line)
-    return f"{type(error).__name__}: {line}"
+    return f"{type(error).__name__}: {line[:MOST_TOLD]}"

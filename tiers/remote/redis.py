@@ -25,7 +25,7 @@ from kvstore.types import TierPlace
 
 try:
     import redis.asyncio as client
-    from redis.exceptions import RedisError
+    from redis.exceptions import ReadOnlyError, RedisError
 except ImportError:  # pragma: no cover
     client = None  # type: ignore[assignment]
 
@@ -136,6 +136,8 @@ class RedisTier(StoreTier):
             password=os.environ.get(PASSWORD),
             max_connections=MOST_CONNECTIONS,
             socket_connect_timeout=self._timeout,
+            # Whole calls have a deadline. The package has one of 5 s for each read, too.
+            socket_timeout=None,
             timeout=self._timeout,
             **(VERIFIED if self._url.startswith("rediss:") else {}),
         )
@@ -149,6 +151,8 @@ class _Client:
         self._server = server
         self._expire_ms = expire_ms
         self._timeout = timeout
+        self._doubtful = False
+        """Whether connections that are idle may be dead, or lead to what is a replica now."""
 
     async def exists(self, names: Sequence[str]) -> list[bool]:
         # One command first: usually all or none of a prompt's chunks exist.
@@ -182,7 +186,7 @@ class _Client:
         for place, answer in zip(lacking, answers, strict=True):
             # The answer None means that another process was faster.
             if isinstance(answer, Exception):
-                errors[place] = str(answer)
+                errors[place] = _told(answer)
         return errors
 
     async def get(
@@ -223,13 +227,20 @@ class _Client:
         pipe = self._server.pipeline(transaction=False)
         for command in commands:
             pipe.execute_command(*command)
+        good = False
         try:
+            if self._doubtful:
+                self._doubtful = False
+                await self._server.connection_pool.disconnect(inuse_connections=False)
             answers: list[Any] = await pipe.execute(raise_on_error=False)
+            good = not any(isinstance(answer, ReadOnlyError) for answer in answers)
         except (RedisError, OSError) as error:
             raise _fault(error) from error
         except Exception as error:
             # It may have what was sent in its text.
             raise StoreError(type(error).__name__) from None
+        finally:
+            self._doubtful |= not good
         return answers
 
 
@@ -275,4 +286,13 @@ class _ListingClient(_Client):
 
 
 def _fault(error: Exception) -> StoreError:
-    return StoreError(f"{type(error).__name__}: {error}")
+    return StoreError(f"{type(error).__name__}: {_told(error)}")
+
+
+def _told(error: Exception) -> str:
+    """What a server says, without what it repeats of a command: a password, or bytes of a chunk."""
+    text = str(error).partition(", with args beginning with")[0]
+    for name in (USERNAME, PASSWORD):
+        if secret := os.environ.get(name):
+            text = text.replace(secret, "...")
+    return text

@@ -308,7 +308,7 @@ class StoreTier(Tier):
         unread = [key for key, it in zip(keys, records, strict=True) if type(it) is Unread]
         if unread:
             # If the store answers this, and others can be read, those values are at fault alone.
-            await self._answer(self._asking, lambda client: client.exists(self._names(unread)))
+            await self._answer(self._asking, lambda client: client.exists(self._names(unread[:1])))
         errors: list[str | None] = []
         for key, record, payload, chunk in zip(keys, records, payloads, chunks, strict=True):
             if isinstance(record, bytes):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import shutil
 import subprocess
@@ -110,6 +111,55 @@ async def test_a_password_comes_from_the_environment_and_is_shown_nowhere(
         assert (await bench.tier.holds([key_of(1)])).error is None
         assert "s3cret" not in bench.tier.description + bench.opening.name
         await bench.close()
+
+
+@pytest.mark.asyncio
+async def test_what_a_server_repeats_of_a_command_that_it_does_not_know_is_not_told(
+    starting: Starting, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The client's greeting has the password in it."""
+    monkeypatch.setenv(PASSWORD, "s3cret")
+    with starting("--rename-command", "HELLO", "") as older:
+        bench = await bench_of(RedisTier(PLACE, url=older.url))
+        told = await bench.tier.holds([key_of(1)])
+        assert "unknown command 'HELLO'" in str(told.error)
+        assert "s3cret" not in str(told.error)
+        await bench.close()
+
+
+@pytest.mark.asyncio
+async def test_when_another_server_takes_over_connections_lead_to_that(starting: Starting) -> None:
+    """The old one goes on as a replica: its connections stay, and take no value any more."""
+    with starting() as old, starting() as new:
+        leads_to = old
+
+        async def forward(*client: Any) -> None:
+            server = await asyncio.open_connection("127.0.0.1", leads_to.port)
+
+            async def pump(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+                while data := await reader.read(2**16):
+                    writer.write(data)
+                writer.close()
+
+            await asyncio.gather(pump(client[0], server[1]), pump(server[0], client[1]))
+
+        balancer = await asyncio.start_server(forward, "127.0.0.1", 0)
+        port = balancer.sockets[0].getsockname()[1]
+        bench = await bench_of(RedisTier(PLACE, url=f"redis://127.0.0.1:{port}/0"))
+        assert (await bench.store([key_of(1)], [0])).ok == [True]
+        with redis.Redis(port=old.port) as operator:
+            operator.replicaof("127.0.0.1", new.port)
+        leads_to = new
+        assert "read only replica" in str((await bench.store([key_of(2)], [0])).error)
+        assert (await bench.store([key_of(3)], [0])).ok == [True]
+        await bench.close()
+        balancer.close()
+
+
+def test_only_whole_calls_have_a_deadline() -> None:
+    client = RedisTier(PLACE, url="redis://127.0.0.1:1/0", timeout_s=60).connect()
+    pool = client._server.connection_pool  # type: ignore[attr-defined]
+    assert pool.connection_kwargs["socket_timeout"] is None
 
 
 def test_a_password_that_cannot_be_sent_is_refused_and_not_shown(
