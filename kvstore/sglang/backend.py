@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import threading
@@ -200,7 +201,7 @@ class HiCacheKVStore(HiCacheStorage):
             "engine": "sglang",
             "pool": pool.name,
             "kv_cache_dtype": numbers,
-            "draft": told.get("draft") if pool.has_draft else None,
+            "draft": told.get("draft") if pool.may_have_draft else None,
             **told.get("settings", {}),
             **pool.format,
             "tp": None if shared else [engine.tp_rank, engine.tp_size],
@@ -313,8 +314,9 @@ class HiCacheKVStore(HiCacheStorage):
         if target_locations is None:
             target_locations = [torch.empty(pool.page_bytes, dtype=torch.uint8) for _ in keys]
         targets = list(target_locations)
-        begun = time.perf_counter()
+        begun, clears = time.perf_counter(), self._clears
         filled = self._tried("read", lambda: pool.store.get_into(keys_of(keys), targets), 0)
+        filled = filled if self._clears == clears else 0
         self._moves.read(filled, pool.page_bytes, time.perf_counter() - begun)
         return [target if at < filled else None for at, target in enumerate(targets)]
 
@@ -382,8 +384,9 @@ class HiCacheKVStore(HiCacheStorage):
     def close(self) -> None:
         """Close the stores in order: what is on its way to a tier is waited for."""
         self._open = False
-        for pool in self._pools.values():
-            pool.close()
+        with contextlib.ExitStack() as all_of_them:
+            for pool in self._pools.values():
+                all_of_them.callback(pool.close)
 
     def _read(self, name: str, keys: Sequence[str], indices: torch.Tensor) -> int:
         pool = self._pools[name]

@@ -76,9 +76,9 @@ class Pool:
         }
         self.layers = [getattr(pool, name, None) for name in ("start_layer", "end_layer")]
         self.is_draft = name.startswith(DRAFT)
-        # Layers of a draft model may lie behind those of the target.
-        layers = getattr(pool, "layer_num", 0)
-        self.has_draft = self.is_draft or layers > getattr(pool, "target_layer_num", layers)
+        # Layers of a draft model may lie behind those of the target. Not every pool says so.
+        target = getattr(pool, "target_layer_num", None)
+        self.may_have_draft = self.is_draft or target is None or pool.layer_num > target
         self.by_heads = isinstance(pool, MHATokenToKVPoolHost)
         self.page_bytes = sum(parts)
         self.bytes = pool.size * pool.size_per_token
@@ -244,13 +244,16 @@ def served() -> dict[str, Any]:
         model, spec = get_model(), get_spec()
     except ValueError:
         return {}
-    draft = [spec.speculative_draft_model_path, spec.speculative_draft_model_revision]
+    draft = None
+    if (model_path := spec.speculative_draft_model_path) is not None:
+        revision = spec.speculative_draft_model_revision
+        draft = [model_path, revision, spec.speculative_draft_kv_cache_dtype]
     # Those of NVIDIA and of AMD have one name.
     numbers = f"{model.kv_cache_dtype}{' of ROCm' if torch.version.hip else ''}"
     told = {name: getattr(model, name, None) for name in COUNTS}
     return {
         "kv_cache_dtype": numbers,
-        "draft": [*draft, spec.speculative_draft_kv_cache_dtype],
+        "draft": draft,
         "settings": {name: value for name, value in told.items() if value not in (None, "", "{}")},
     }
 

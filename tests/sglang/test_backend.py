@@ -11,7 +11,7 @@ import random
 import shlex
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -196,6 +196,24 @@ def test_layers_of_a_draft_in_the_targets_pages_are_those_of_that_draft(
             found.append(one.batch_exists(names))
             one.batch_set_v1(names, indices)
     assert found == ([0, 0, 4] if packed else [0, 4, 4])
+
+
+def test_states_may_have_layers_of_a_draft_and_are_those_of_that_draft(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Their pools do not say how many layers are the target's."""
+    names, slots = _names(4), torch.arange(4)
+    moved = PoolTransfer(PoolName.MAMBA, host_indices=slots, keys=names)
+    found = []
+    for draft in (["a", None, None], ["b", None, None], None, ["a", None, None]):
+        told = {"kv_cache_dtype": "auto", "draft": draft}
+        monkeypatch.setattr("kvstore.sglang.backend.served", lambda told=told: told)
+        given = extra(tmp_path, host="1MiB")
+        given["kvstore"]["tiers"][0]["capacity_bytes"] = "64MiB"
+        with _backend(attention("page_first"), given, states()) as one:
+            found.append(all(one.batch_get_v2([moved])[PoolName.MAMBA]))
+            one.batch_set_v2([moved])
+    assert found == [False, False, False, True]
 
 
 def test_heads_of_a_draft_are_not_shared_between_ranks(tmp_path: Path) -> None:
@@ -410,6 +428,55 @@ def test_what_is_cleared_amid_a_transfer_is_not_told_and_not_kept(
         clearing.join(WAIT_S)
         assert told == [True]
         assert not any(pool.each(names))
+
+
+def test_tensors_that_are_read_amid_a_clear_are_not_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    names = _names(4)
+    with _backend(attention("page_first"), extra(tmp_path, in_place=False)) as one:
+        pool = one._pools["kv"]
+        assert one.batch_set(names, [torch.ones(pool.page_bytes, dtype=torch.uint8)] * 4)
+        real = pool.store.get_into
+
+        def cleared(*args: Any) -> int:
+            filled: int = real(*args)
+            clearing.start()
+            end = time.monotonic() + WAIT_S
+            while not one._clears:
+                assert time.monotonic() < end
+                time.sleep(0.001)
+            return filled
+
+        clearing = threading.Thread(target=one.clear)
+        monkeypatch.setattr(pool.store, "get_into", cleared)
+        # It waits for what is being stored; the weights are others already.
+        with one._storing:
+            assert one.batch_get(names) == [None] * 4
+        clearing.join(WAIT_S)
+
+
+def test_where_a_store_cannot_be_closed_the_others_are(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one = HiCacheKVStore(config(extra(tmp_path, host="1MiB")))
+    one.register_mem_pool_host(attention("page_first"))
+    one.register_mem_host_pool_v2(states(), PoolName.MAMBA)
+    one.on_host_pools_registered()
+    stores = [pool.store for pool in one._pools.values()]
+    for store in stores:
+        real = store.close
+
+        def fails(real: Callable[[], None] = real) -> None:
+            real()
+            raise OSError("input/output error")
+
+        monkeypatch.setattr(store, "close", fails)
+    with pytest.raises(OSError, match="input/output error"):
+        one.close()
+    for store in stores:
+        with pytest.raises(KVStoreError, match="closed"):
+            store.contains([bytes(32)])
 
 
 def test_a_pool_that_cannot_be_cleared_keeps_no_other_from_it(
