@@ -50,6 +50,9 @@ __all__ = [
     "tier_names",
 ]
 
+MOST_TEXT = 1000
+"""Most characters of a choice: to read more of them would hold a server up."""
+
 TRIAL_CAPACITY = 1000
 """Capacity, in chunks, with which a choice is tried out when the configuration is checked."""
 
@@ -108,16 +111,20 @@ class Choice:
         Raises:
             ValueError: if it is written otherwise.
         """
+        if len(text) > MOST_TEXT:
+            raise ValueError(f"{text:.40}...: must be at most {MOST_TEXT} characters")
         match = re.fullmatch(r"\s*([\w.+-]+)\s*(?:\((.*)\))?\s*", text)
         if match is None:
             raise ValueError(f"{text!r}: write a name, or name(parameter=value, ...)")
-        parameters = []
+        parameters: dict[str, Any] = {}
         for part in filter(None, (match[2] or "").split(",")):
             key, equals, value = part.partition("=")
             if not equals:
                 raise ValueError(f"{text!r}: {part.strip()!r} is not parameter=value")
-            parameters.append((key.strip(), _size(key, _literal(value.strip()))))
-        return cls(match[1], tuple(parameters))
+            if (key := key.strip()) in parameters:
+                raise ValueError(f"{text!r}: {key} is given twice")
+            parameters[key] = _size(key, _literal(value.strip()))
+        return cls(match[1], tuple(parameters.items()))
 
     def __str__(self) -> str:
         if not self.parameters:
@@ -205,7 +212,7 @@ def _size(parameter: str, value: Any) -> Any:
 def _literal(text: str) -> Any:
     try:
         return ast.literal_eval({"true": "True", "false": "False"}.get(text, text))
-    except (ValueError, SyntaxError):
+    except (ValueError, SyntaxError, RecursionError, MemoryError):
         return text
 
 

@@ -577,6 +577,14 @@ def test_short_keys_stand_for_host_memory_and_one_disk(tmp_path: Path) -> None:
         ({"host": 1, "disk": "/x"}, "missing key disk_bytes"),
         ({"host": 1, "disk_bytes": 1}, "missing key disk"),
         ({"host": 1, "disk": "/x", "disk_bytes": "much"}, "disk_bytes = 'much'"),
+        ({"host": 0}, "host = 0: must be at least 1"),
+        ({"host": 1, "disk": "/x", "disk_bytes": 0}, "disk_bytes = 0: must be at least 1"),
+        ({"host": 1, "disk": 5, "disk_bytes": 1}, "disk = 5: must be the path of a folder"),
+        ({"host": 1, "tenants": {"a\ud800": {}}}, r"tenants = .*must be text in UTF-8"),
+        (
+            {"host": 1, "tiers": [{"type": "object", "url": "file:///x", "parameters": {}}]},
+            "has no parameter 'parameters'",
+        ),
         ({"host": 1, "disk": "/x", "disk_bytes": 1, "tiers": []}, "describe it in tiers"),
     ],
 )

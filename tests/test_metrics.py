@@ -63,6 +63,18 @@ async def test_a_scrape_tells_what_has_happened(tmp_path: Path) -> None:
         assert told["host_used_ratio"] == 1.0
 
 
+def test_a_path_that_is_no_text_costs_no_metrics(tmp_path: Path) -> None:
+    class Odd:
+        chunk_bytes = 1
+        description = "disk /kv\udcff"
+
+    collector = Collector(Odd())  # type: ignore[arg-type]
+    registry = prometheus.CollectorRegistry()
+    collector.collect = lambda: iter([collector._info()])  # type: ignore[assignment,method-assign]
+    registry.register(collector)
+    assert b"disk /kv\\\\udcff" in prometheus.generate_latest(registry)
+
+
 @pytest.mark.asyncio
 async def test_every_metric_is_named_and_explained(tmp_path: Path) -> None:
     async with kvstore.open(small(tmp_path, disk=32)) as store:

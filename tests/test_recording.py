@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import fcntl
 import gzip
+import io
 import os
 import stat
 import subprocess
@@ -173,6 +175,46 @@ def test_what_cannot_be_written_in_time_is_dropped_and_counted(tmp_path: Path) -
     recorder.add([[b"key"] * (MOST_QUEUED + 1)])
     assert recorder.dropped == 1
     end(recorder)
+
+
+def test_where_the_disk_is_full_all_that_is_lost_is_counted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    recorder = Recorder(tmp_path / "trace", MIB, 1)
+
+    class Full(io.FileIO):
+        def write(self, data: Any) -> int:
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+    fd = os.open(tmp_path / "trace", os.O_RDWR)
+    monkeypatch.setattr(recorder, "_file", Full(fd, "r+"))
+    for _ in range(10):
+        recorder.add([FULL])
+    end(recorder)
+    assert recorder.dropped == 10
+    assert "10 requests were not recorded" in caplog.text
+    for _ in range(10):
+        recorder.add([[]])
+    assert not recorder._queue, "nobody empties it any more"
+    assert recorder.dropped == 20
+
+
+def test_what_lies_in_the_way_of_a_new_file_is_not_written_to(tmp_path: Path) -> None:
+    planted = tmp_path / ".trace.new"
+    planted.touch()
+    planted.chmod(0o666)
+    path = tmp_path / "trace"
+    record(path, *[[FULL]] * 400, limit=2**14)
+    assert (tmp_path / "trace.old").exists()
+    assert stat.S_IMODE(path.stat().st_mode) == 0o600
+
+
+def test_a_header_that_was_cut_off_is_begun_anew(tmp_path: Path) -> None:
+    path = tmp_path / "trace"
+    path.write_bytes(MAGIC[:10])
+    path.chmod(0o600)
+    record(path, [FULL])
+    assert len(list(RecordingStream(path))) == 1
 
 
 def test_a_record_that_was_cut_off_is_left_out(tmp_path: Path) -> None:

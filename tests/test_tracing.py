@@ -232,15 +232,23 @@ def test_a_tracer_that_raises_costs_nobody_anything(
     ]
 
 
-def test_a_span_that_cannot_be_ended_leaves_no_other_open(
-    exported: Exported, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.asyncio
+@pytest.mark.parametrize("how", ["as they end", "as the store is closed"])
+async def test_a_span_that_cannot_be_ended_leaves_no_other_open(
+    exported: Exported, how: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     writer = SpanWriter(["disk"], CHUNK)
     waits = [replace(WAIT, id=f"r{number}", request=f"r{number}") for number in range(4)]
     writer.write(waits)
     (broken, _) = writer._open[SpanKind.DEFERRAL, "r1"]
     monkeypatch.setattr(broken, "end", lambda *_: 1 / 0)
-    writer.write([SpanEnd(wait.kind, wait.id, 2.0, 4, Outcome.COMPLETE) for wait in waits])
+    if how == "as they end":
+        writer.write([SpanEnd(wait.kind, wait.id, 2.0, 4, Outcome.COMPLETE) for wait in waits])
+    else:
+        running = asyncio.ensure_future(writer.run())
+        await asyncio.sleep(0)
+        writer.stop()
+        await running
     assert not writer._open
     assert len(exported.of("deferral")) == 3
 

@@ -7,10 +7,12 @@ import contextlib
 import json
 import os
 import shutil
+import stat
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
+from urllib.parse import unquote, urlsplit
 
 import attrs
 
@@ -261,17 +263,17 @@ def _line(
 
 def _check_control(config: Config) -> None:
     try:
-        from kvstore.control.server import loopback, token_of
+        from kvstore.control.server import is_socket, loopback, token_of
     except ImportError as error:
         raise ConfigError(
             f"needs aiohttp, pip install 'kvstore-offload[control]' ({error})"
         ) from error
     try:
         if (where := config.control) is not None and loopback(where) is None:
-            folder = Path(where).parent
-            if not folder.is_dir():
-                raise ConfigError(f"the folder {folder} does not exist")
+            is_socket(Path(where))
         if config.control_token_file is not None:
+            if where is None:
+                raise ConfigError("control_token_file belongs to control, which is not given")
             token_of(config.control_token_file)
     except ValueError as error:
         raise ConfigError(str(error)) from error
@@ -288,6 +290,8 @@ def _check_recording(config: Config) -> None:
     try:
         fd = os.open(config.record_trace, os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
     except FileNotFoundError:
+        if not os.access(there := _existing(config.record_trace.parent), os.W_OK | os.X_OK):
+            raise ConfigError(f"{there} cannot be written to by this user") from None
         return
     except OSError as error:
         raise ConfigError(str(error.strerror)) from error
@@ -324,8 +328,10 @@ _WHEN_OPENED: dict[str, Callable[[Config], object]] = {
 
 def _not_created(tier: TierConfig, config: Config) -> str:
     """Why a store cannot be created, if so. No server is asked, and no directory is made."""
-    if str(tier.parameters.get("url", "")).startswith("file:"):
-        return ""
+    url = str(tier.parameters.get("url", ""))
+    if url.startswith("file:///"):
+        strict = tier.parameters.get("strict_modes", True)
+        return _unusable(Path(unquote(urlsplit(url).path)), strict)
     try:
         size, codec = config.chunk_bytes or 2, None
         if tier.is_store:
@@ -367,16 +373,23 @@ def _geometry(tier: DiskConfig, config: Config, chunk_bytes: int) -> Geometry:
 
 def _existing(path: Path) -> Path:
     """The folder, or the nearest above it that exists."""
-    return next(each for each in (path, *path.parents) if each.exists())
+    return next(each for each in (path, *path.parents) if os.path.exists(each))
 
 
 def _free(path: Path) -> str:
     free = shutil.disk_usage(_existing(path)).free
-    return f"{'exists' if path.exists() else 'will be made'}, {format_size(free)} free"
+    return f"{'exists' if os.path.exists(path) else 'will be made'}, {format_size(free)} free"
 
 
 def _unusable(path: Path, strict: bool) -> str:
     """Why no cache can lie there, as far as that can be seen without writing."""
+    try:
+        if stat.S_ISLNK(path.lstat().st_mode):
+            return f"{path} is a symbolic link; give the folder itself"
+    except (FileNotFoundError, NotADirectoryError):
+        pass  # It will be made, or cannot be: see below.
+    except OSError as error:
+        return str(error.strerror)
     there = _existing(path)
     if not there.is_dir():
         return f"{there} is a file, not a folder"
@@ -387,6 +400,16 @@ def _unusable(path: Path, strict: bool) -> str:
     except OSError as error:  # Of a folder that is not trusted, too.
         return str(error)
     return ""
+
+
+def _held(path: Path) -> int:
+    """Bytes of the segments below a folder, as far as they are there still."""
+    held = 0
+    with contextlib.suppress(OSError):
+        for file in path.rglob("*.safetensors"):
+            with contextlib.suppress(OSError):
+                held += file.lstat().st_size
+    return held
 
 
 def _too_large(tier: DiskConfig, config: Config) -> str:
@@ -401,7 +424,7 @@ def _too_large(tier: DiskConfig, config: Config) -> str:
         if share < geometry.file_bytes:
             return f"smaller than one segment, of {geometry.file_bytes} bytes"
     for path in tier.paths:
-        held = sum(file.stat().st_size for file in path.rglob("*.safetensors"))
+        held = _held(path)
         free = shutil.disk_usage(_existing(path)).free
         if share > free + held:
             return (

@@ -111,6 +111,7 @@ def json_schema() -> dict[str, Any]:
     disk["properties"] = {"type": {"const": "disk"}, **disk["properties"]}
     disk["required"] = ["type", *disk["required"]]
     other = _object(keys_of(TierConfig), closed=False)
+    del other["properties"]["parameters"]
     other["properties"]["type"] = {"type": "string", "not": {"const": "disk"}}
     keys = keys_of(Config)
     whole = _object(keys)

@@ -196,7 +196,7 @@ def _tiers(
         if tier.get("type") == "disk":
             tiers.append(_build(DiskConfig, rest, where))
             continue
-        common = {each.name for each in attrs.fields(TierConfig)}
+        common = {each.name for each in attrs.fields(TierConfig)} - {"parameters"}
         given = {key: rest.pop(key) for key in list(rest) if key in common}
         table = {"type": tier.get("type"), "parameters": rest, **given}
         tiers.append(_build(TierConfig, table, where))
@@ -452,10 +452,7 @@ def _spelled_out(values: Mapping[str, Any]) -> dict[str, Any]:
     if host is not None:
         if "cpu_bytes_to_use" in given:
             raise ConfigError("host is short for cpu_bytes_to_use: give one of them")
-        try:
-            given["cpu_bytes_to_use"] = check.parse_size(host)
-        except ValueError as error:
-            raise ConfigError(f"host = {shown(host)}: {error}") from error
+        given["cpu_bytes_to_use"] = check.check_size("host", host, 1)
     if disk is None and size is None:
         return given
     if disk is None or size is None:
@@ -463,10 +460,11 @@ def _spelled_out(values: Mapping[str, Any]) -> dict[str, Any]:
         raise ConfigError(f"missing key {missing}: disk and disk_bytes describe one tier together")
     if "tiers" in given:
         raise ConfigError("disk is short for a tier of type disk: describe it in tiers instead")
+    size = check.check_size("disk_bytes", size, 1)
     try:
-        size = check.parse_size(size)
+        disk = check.folders(disk)
     except ValueError as error:
-        raise ConfigError(f"disk_bytes = {shown(size)}: {error}") from error
+        raise ConfigError(f"disk = {shown(disk)}: {error}") from error
     given["tiers"] = [{"type": "disk", "path": disk, "capacity_bytes": size}]
     return given
 

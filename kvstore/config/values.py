@@ -6,6 +6,7 @@ is allowed. Its argument's type is what a type checker accepts in the constructo
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import os
@@ -250,7 +251,11 @@ def table(value: Mapping[str, Any]) -> Mapping[str, Any]:
 def tenants(value: Shares | Mapping[str, Mapping[str, float]]) -> Shares:
     if isinstance(value, Shares):
         return value
-    shares = {name: _tenant(name, share) for name, share in table(value).items()}
+    given = table(value)
+    for name in given:
+        if not _is_text(name):
+            raise ValueError(f"{name!r}: must be text in UTF-8")
+    shares = {name: _tenant(name, share) for name, share in given.items()}
     if OTHERS in shares:
         raise ValueError(f"{OTHERS}: all that have no share of their own are called so; use *")
     others = shares.pop("*", Share())
@@ -259,6 +264,13 @@ def tenants(value: Shares | Mapping[str, Mapping[str, float]]) -> Shares:
         text = f"{made.guaranteed:g} is guaranteed in all: must be at most {MOST_GUARANTEED}"
         raise ValueError(text)
     return made
+
+
+def _is_text(name: str) -> bool:
+    with contextlib.suppress(UnicodeEncodeError):
+        name.encode()
+        return True
+    return False
 
 
 def _tenant(name: str, share: object) -> Share:

@@ -21,6 +21,7 @@ from kvstore.core import Core
 from kvstore.core.residency.base import TierView
 from kvstore.errors import ConfigError, KVStoreError
 from kvstore.plugins import Choice, build_policy, check_policy
+from kvstore.policies.parameters import shown
 from kvstore.tiers import Tier
 from kvstore.tiers.pinned import round_to_page
 from kvstore.types import MAX_KEY_BYTES, about
@@ -182,12 +183,10 @@ class Commands:
             for commit in [prepare(core) for _, prepare in changes]:
                 commit()
 
-        logger.info(
-            "kvstore: control: %s",
-            "; ".join(text for text, _ in changes),
-            extra=about("control.settings"),
-        )
-        return await self._begin(command, Changing(change), [])
+        begun = await self._begin(command, Changing(change), [])
+        said = "; ".join(text for text, _ in changes)
+        logger.info("kvstore: control: %s", said, extra=about("control.settings"))
+        return begun
 
     def job(self, number: int) -> Job | None:
         """Return a job by its number, if it is remembered."""
@@ -437,7 +436,7 @@ def _policy(where: str, table: Mapping[str, Any]) -> Choice | None:
     try:
         return check_policy(Choice.parse(value) if isinstance(value, str) else value)
     except ValueError as error:
-        raise ConfigError(f"{where} = {value!r}: {error}") from error
+        raise ConfigError(f"{where} = {shown(value)}: {error}") from error
 
 
 def _named(policy: str | Choice | None) -> str | None:

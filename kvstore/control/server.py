@@ -32,7 +32,7 @@ from kvstore.control.commands import FORMAT, Commands
 from kvstore.errors import NOT_PARSED, ConfigError, KVStoreError
 from kvstore.types import about
 
-__all__ = ["ControlServer", "loopback", "token_of"]
+__all__ = ["ControlServer", "is_socket", "loopback", "token_of"]
 
 logger = logging.getLogger("kvstore")
 
@@ -50,6 +50,9 @@ LOCK_SECONDS = 5.0
 
 MOST_WAIT = 60.0
 """Most seconds that a request for a job is held."""
+
+MOST_PATH = 107
+"""Most bytes of the path of a socket on Linux."""
 
 MOST_SOCKETS = 64
 """Most processes on one machine that may be controlled under one name."""
@@ -258,16 +261,32 @@ def _place_of(path: Path) -> tuple[int, int]:
     return found.st_dev, found.st_ino
 
 
-def _is_served(path: Path) -> bool:
-    """Whether a process listens at the path. A socket that nobody listens at is removed.
+def is_socket(path: Path) -> bool:
+    """Whether there is a socket at the path.
 
     Raises:
-        ValueError: if there is a file of another kind.
+        ValueError: if there cannot be one: the folder is missing, the path is too long, or there
+            is a file of another kind.
     """
+    if not path.parent.is_dir():
+        raise ValueError(f"the folder {path.parent} does not exist")
+    if len(os.fsencode(path)) > MOST_PATH:
+        raise ValueError(f"the path of a socket has at most {MOST_PATH} bytes")
     try:
         if not stat.S_ISSOCK(path.lstat().st_mode):
             raise ValueError("there is a file that is no socket")
     except FileNotFoundError:
+        return False
+    return True
+
+
+def _is_served(path: Path) -> bool:
+    """Whether a process listens at the path. A socket that nobody listens at is removed.
+
+    Raises:
+        ValueError: as `is_socket`.
+    """
+    if not is_socket(path):
         return False
     with socket.socket(socket.AF_UNIX) as probe:
         probe.settimeout(1.0)

@@ -68,8 +68,11 @@ class Recorder:
         self.dropped = 0
         """Requests that were not recorded because the queue was full or they were too long."""
         self._queue: deque[tuple[float, Keys]] = deque()
+        self._writing = 0
+        """Requests of which records were made last."""
         # Keys that were queued, and keys that were written or dropped; one thread counts each.
         self._came = self._went = 0
+        self._ended = False
         self._stopped = asyncio.Event()
         # Daemon threads: a file system that hangs holds up only the recording.
         self._threads = Daemons("kvstore-recorder")
@@ -89,7 +92,7 @@ class Recorder:
             seconds_ago: how long ago the request arrived, if known.
         """
         count = sum(map(len, chains))
-        if self._came - self._went + count > MOST_QUEUED:
+        if self._ended or self._came - self._went + count > MOST_QUEUED:
             self.dropped += 1
             return
         self._came += count
@@ -113,9 +116,10 @@ class Recorder:
                 why,
                 extra=about("recorder.ended", path=self.path, error=why),
             )
-            self._went -= MOST_QUEUED
-            self._queue.clear()
+            self.dropped += self._writing + len(self._queue)
         finally:
+            self._ended = True
+            self._queue.clear()
             self.abandon()
             if self.dropped:
                 logger.warning(
@@ -151,6 +155,7 @@ class Recorder:
         """Encode the oldest requests of the queue, as many as one call writes."""
         most = min(MOST_AT_ONCE, self._limit // 2 - len(self._header))
         records = bytearray()
+        self._writing = 0
         while self._queue:
             seconds, chains = self._queue[0]
             record = encode_request(seconds, chains)
@@ -161,6 +166,7 @@ class Recorder:
             self._went += sum(map(len, chains))
             if fits:
                 records += record
+                self._writing += 1
             else:
                 self.dropped += 1
         return records
@@ -174,7 +180,9 @@ class Recorder:
 
     def _rotate(self) -> None:
         fresh = self.path.with_name(f".{self.path.name}.new")
-        fd = os.open(fresh, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+        # What lies there is of a process that was killed, or somebody else's.
+        fresh.unlink(missing_ok=True)
+        fd = os.open(fresh, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
         before, self._file = self._file, io.FileIO(fd, "r+")
         try:
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -231,7 +239,8 @@ class Recorder:
 def fault_of(fd: int) -> str | None:
     """Why an open file is not to be recorded to, or None."""
     fault = STRICT.file_fault(fd, written=True)
-    if fault is None and os.pread(fd, len(MAGIC), 0) not in (MAGIC, b""):
+    # A disk that was full may have taken a part.
+    if fault is None and not MAGIC.startswith(os.pread(fd, len(MAGIC), 0)):
         fault = "exists and is not a recording of kvstore"
     return fault
 

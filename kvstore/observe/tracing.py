@@ -8,10 +8,11 @@ server sets up the SDK, which decides which spans are kept and where they go.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import time
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from kvstore._version import __version__
@@ -109,25 +110,31 @@ class SpanWriter:
         if self._closed:
             return
         for one in spans:
-            try:
+            with self._tried():
                 if isinstance(one, SpanBegin):
                     self._begin(one)
                 else:
                     self._end(one)
-            except Exception:
-                # Tracing must not affect serving.
-                if not self._failed:
-                    logger.exception(
-                        "spans cannot be passed to OpenTelemetry", extra=about("spans.failed")
-                    )
-                self._failed = True
+
+    @contextlib.contextmanager
+    def _tried(self) -> Iterator[None]:
+        """Log the first error: tracing must not affect serving."""
+        try:
+            yield
+        except Exception:
+            if not self._failed:
+                logger.exception(
+                    "spans cannot be passed to OpenTelemetry", extra=about("spans.failed")
+                )
+            self._failed = True
 
     async def run(self) -> None:
         """Wait for `stop`, then end the open spans."""
         await self._stopped.wait()
         self._closed = True
         for span, _ in self._open.values():
-            span.end()
+            with self._tried():
+                span.end()
         self._open.clear()
 
     def stop(self) -> None:

@@ -259,7 +259,8 @@ async def test_a_job_tells_how_far_it_is_and_can_be_cancelled(tmp_path: Path) ->
             assert told["state"] == "cancelled"
 
 
-async def test_jobs_are_bounded(tmp_path: Path) -> None:
+async def test_jobs_are_bounded(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO", "kvstore")
     keys = keys_of("long", 8)
     async with at_path(tmp_path, rows=8) as (store, session):
         await store.put(keys, payloads(keys))
@@ -270,6 +271,7 @@ async def test_jobs_are_bounded(tmp_path: Path) -> None:
             response = await session.post("/v1/settings", json=asked)
             assert response.status == 400
             assert "jobs run already" in (await response.json())["error"]
+            assert caplog.text.count("kvstore: control: host") == MOST_RUNNING
         await asyncio.sleep(0)
 
 

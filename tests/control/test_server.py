@@ -107,7 +107,7 @@ async def test_a_socket_that_a_killed_process_left_is_replaced(tmp_path: Path) -
     [
         ("file", "a file that is no socket"),
         ("missing/ctl.sock", "No such file"),
-        ("x" * 200, "too long"),
+        ("x" * 200, "at most 107 bytes"),
         ("10.0.0.1:9401", "must be a path, or a port of 127.0.0.1"),
         ("127.0.0.1:web", "the port must be a number"),
         ("127.0.0.1:70000", "the port must be a number"),
@@ -287,6 +287,9 @@ async def test_on_a_port_who_changes_something_names_the_token(
         ("settings", {"host": {"bytes": "1GiB"}}, "at most 32768, which were allocated"),
         ("settings", {"host": {"eviction_policy": "best"}}, "unknown policy 'best'; known are"),
         ("settings", {"host": {"eviction_policy": "arc(x=1)"}}, "eviction_policy = "),
+        ("settings", {"host": {"eviction_policy": "lru(x=1,x=2)"}}, "x is given twice"),
+        ("settings", {"host": {"eviction_policy": f"lru({'x=1,' * 10**6})"}}, "at most 1000 char"),
+        ("settings", {"host": {"eviction_policy": f"lru(x={'-' * 900}1)"}}, "no parameter 'x'"),
         ("settings", {"tiers": {"7": {}}}, "tiers.7: unknown; tiers that can be changed: 0 "),
         ("settings", {"tiers": {"0": {}, "00": {}}}, "tiers.00: unknown"),
         ("settings", {"tiers": {"0": 5}}, "tiers.0: must be a table"),

@@ -184,6 +184,13 @@ def test_names_that_vllm_would_not_find_are_refused(
          "WRONG tiers[0].capacity_bytes: smaller than one segment, of "),
         ({"tiers": '[{type = "disk", path = "/kv", capacity_bytes = "1MiB", segment_bytes = 1}]'},
          "WRONG tiers[0].capacity_bytes: segment_bytes is less than one chunk"),
+        ({"control_token_file": '"/etc/hostname"'},
+         "WRONG control_token_file: control_token_file belongs to control"),
+        ({"control": f'"/tmp/{"x" * 120}"'}, "WRONG control: the path of a socket has at most 107"),
+        ({"control": '"/etc/passwd"'}, "WRONG control: there is a file that is no socket"),
+        ({"tiers": '[{type = "object", url = "file:below"}]'}, "WRONG tiers[0]: url: must be s3://"),
+        ({"tiers": '[{type = "object", url = "file:///etc/passwd"}]'},
+         "WRONG tiers[0]: /etc/passwd is a file, not a folder"),
         ({"record_trace": '"/tmp"'}, "WRONG record_trace: Is a directory"),
         ({"record_trace": '"/etc/passwd"'}, "WRONG record_trace: exists and is not a recording"),
         ({"identity": '{slot_bytes = 5}'}, "WRONG identity: slot_bytes is a name that kvstore"),
@@ -242,6 +249,25 @@ def test_a_path_that_cannot_be_a_folder_is_told(
     tier = f'[{{type = "disk", path = "{tmp_path}/file", capacity_bytes = "1GiB"}}]'
     assert main(["config", "check", written(tmp_path, toml(tmp_path, tiers=tier))]) == 1
     assert f"tiers[0].path: {tmp_path}/file is a file, not a folder" in capsys.readouterr().out
+
+
+def test_a_path_that_is_a_link_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "link").symlink_to(tmp_path / "nothing")
+    tier = f'[{{type = "disk", path = "{tmp_path}/link", capacity_bytes = "1GiB"}}]'
+    assert main(["config", "check", written(tmp_path, toml(tmp_path, tiers=tier))]) == 1
+    assert f"tiers[0].path: {tmp_path}/link is a symbolic link" in capsys.readouterr().out
+
+
+def test_odd_files_and_long_names_end_no_check(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "kv").mkdir(0o700)
+    (tmp_path / "kv" / "gone.safetensors").symlink_to(tmp_path / "nothing")
+    tier = f'[{{type = "disk", path = "{tmp_path}/kv", capacity_bytes = "1MiB"}}]'
+    assert main(["config", "check", written(tmp_path, toml(tmp_path, tiers=tier))]) == 0
+    long = tier.replace("/kv", "/" + "x" * 300)
+    assert main(["config", "check", written(tmp_path, toml(tmp_path, tiers=long))]) == 1
+    assert "WRONG tiers[0].path: File name too long" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(

@@ -101,10 +101,12 @@ class Collector:
 
     def _info(self) -> Family:
         """What never changes while the store is open, as `kvstore_info`."""
+        # A path may have what is no text, and then there would be no metrics at all.
+        description = str(getattr(self._store, "description", ""))
         told = {
             "version": __version__,
             "chunk_bytes": str(getattr(self._store, "chunk_bytes", "")),
-            "description": str(getattr(self._store, "description", "")),
+            "description": description.encode(errors="backslashreplace").decode(),
         }
         family: Family = self._families.InfoMetricFamily(
             self._prefix.rstrip("_"),
