@@ -152,6 +152,13 @@ class KVStoreOffloadingSpec(OffloadingSpec):
         lora_config = getattr(vllm_config, "lora_config", None)
         if lora_config is None or not self._naming.fingerprint:
             return TenantOffloadingManager(self) if tenants else KVStoreOffloadingManager(self)
+        # Older releases have no such key.
+        if getattr(getattr(self, "kv_events_config", None), "self_describing_kv_events", False):
+            raise ConfigError(
+                "self_describing_kv_events = true: not for an engine with LoRA adapters, whose "
+                "chunks have keys of kvstore's: vLLM would keep the tokens of each for ever. Leave "
+                "it out, or know adapters by name alone with fingerprint_weights = false"
+            )
         from kvstore.vllm.identity.identity import adapter_settings
         from kvstore.vllm.lora import LoRAOffloadingManager
 

@@ -236,6 +236,18 @@ def test_adapters_and_the_base_model_share_no_chunk(tmp_path: Path) -> None:
         assert serving.lookup(KEYS, base) == HITS
 
 
+def test_events_that_tell_tokens_are_refused_with_adapters(tmp_path: Path) -> None:
+    """vLLM keeps what it knows of a chunk until its removal is told, by the key that it gave."""
+    told = {**extra(tmp_path), "self_describing_kv_events": True}
+    spec = make_spec(told, BLOCK, engine=engine_like(lora=LoRAConfig()))
+    if not hasattr(spec, "kv_events_config"):
+        pytest.skip("this release has no such events")
+    with pytest.raises(ConfigError, match="self_describing_kv_events = true: not for an engine"):
+        spec.get_manager()
+    with manager(make_spec(told, BLOCK, engine=engine_like())) as found:
+        assert found.take_events() == []
+
+
 def test_an_adapter_hits_after_a_restart_if_its_files_are_the_same(tmp_path: Path) -> None:
     path, cache = adapter(tmp_path / "adapter", b"1"), tmp_path / "cache"
 
