@@ -25,6 +25,7 @@ import kvstore
 from benchmarks.server_process import free_port
 from tests.commands import ROOT, commands_of, documents, flags_of
 from tests.store.support import keys_of, payloads, small
+from tests.tools.support import command
 from tests.tools.test_top import served
 
 SECONDS = 280
@@ -265,31 +266,37 @@ def _small(word: str, folder: Path) -> str:
     return {"8000": "0", "1000": "20000"}.get(word, word)
 
 
+async def tool(*arguments: str) -> None:
+    """Run `kvstore` beside the stores of this process; it has to end well."""
+    done = await asyncio.to_thread(command, *arguments)
+    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
+
+
 async def run_tool(arguments: list[str], folder: Path) -> None:
     """Run `kvstore` over a small cache and a small trace."""
     if len(arguments) == 1:
-        run(["-m", "kvstore.tools", arguments[0], "--help"], folder)  # A word in prose.
+        await tool(arguments[0], "--help")  # A word in prose.
         return
     where, trace = folder, folder / "trace.jsonl"
     if arguments[0] == "doctor":
         async with kvstore.open(small(folder, disk=32)) as store, served(store) as url:
-            command = ["-m", "kvstore.tools", "doctor", url, *arguments[2:]]
+            words = [url, *arguments[2:]]
             if "--metrics" in arguments:
-                command[3:] = [str(folder), "--metrics", str(folder / "kvstore.prom")]
-            await asyncio.to_thread(run, command, folder)
+                words = [str(folder), "--metrics", str(folder / "kvstore.prom")]
+            await tool("doctor", *words)
         return
     if arguments[0] == "ctl":
         await run_ctl(arguments, folder)
         return
     if arguments[0] == "gate":
         # tests/vllm/test_gate.py runs it: three engines.
-        run(["-m", "kvstore.tools", "gate", "--help"], folder)
+        await tool("gate", "--help")
         return
     if arguments[0] == "keys":
         keys_file = str(folder / "keys.toml")
-        run(["-m", "kvstore.tools", "keys", keys_file, "--add", "alice"], folder)
+        await tool("keys", keys_file, "--add", "alice")
         words = [keys_file if word in ("FILE", "keys.toml") else word for word in arguments]
-        run(["-m", "kvstore.tools", *words], folder)
+        await tool(*words)
         return
     if arguments[0] == "config":
         toml, told = folder / "kvstore.toml", folder / "FILE.json"
@@ -299,7 +306,7 @@ async def run_tool(arguments: list[str], folder: Path) -> None:
         words = [files.get(word, word) for word in arguments]
         if words == ["config", "check"]:
             words.append(str(toml))
-        run(["-m", "kvstore.tools", *words], folder)
+        await tool(*words)
         return
     if arguments[0] in ("simulate", "advise"):
         requests = [[n % 7, 100 + n % 21, 200 + n] for n in range(200)]
@@ -320,11 +327,11 @@ async def run_tool(arguments: list[str], folder: Path) -> None:
             words = [given.get(word, word) for word in arguments]
             if "--chunk-bytes" not in words and str(trace) in words:
                 words += ["--chunk-bytes", "2MiB"]  # Which a recording tells.
-            await asyncio.to_thread(run, ["-m", "kvstore.tools", *words], folder)
+            await tool(*words)
         return
     namespace = next((each for each in where.iterdir() if each.is_dir()), where)
     if arguments[0] == "import" and arguments[1].endswith(".safetensors"):
-        run(["-m", "kvstore.tools", "export", str(namespace), str(folder / arguments[1])], folder)
+        await tool("export", str(namespace), str(folder / arguments[1]))
     here = {
         "/nvme/kv/NAMESPACE": str(namespace),
         "NAMESPACE": namespace.name,
@@ -350,10 +357,10 @@ async def run_tool(arguments: list[str], folder: Path) -> None:
         words = [str(folder / "FILE") if word == "FILE" else word for word in words]
         words = [keys_of("prompt", 1)[0].hex() if word == "KEY" else word for word in words]
     if arguments[0] == "import":
-        run(["-m", "kvstore.tools", "export", str(where), str(folder / "FILE")], folder)
+        await tool("export", str(where), str(folder / "FILE"))
     if arguments[0] == "export":
         words[2] = str(folder / "FILE")
-    run(["-m", "kvstore.tools", *words], folder)
+    await tool(*words)
 
 
 async def run_ctl(arguments: list[str], folder: Path) -> None:
@@ -380,10 +387,9 @@ async def run_ctl(arguments: list[str], folder: Path) -> None:
     config = small(folder, disk=32, control=where, control_token_file=token)
     if "reencrypt" in arguments:
         config["encryption_keys"] = str(folder / "keys.toml")
-        run(["-m", "kvstore.tools", "keys", config["encryption_keys"], "--add", "*"], folder)
+        await tool("keys", config["encryption_keys"], "--add", "*")
     async with kvstore.open(config) as store:
         await store.put(keys, payloads(keys))
         place = f"http://{where}" if ":" in where else where
-        begun = ["-m", "kvstore.tools", "ctl", place, "--token-file", str(token)]
-        await asyncio.to_thread(run, [*begun, "prefetch", keys[0].hex()], folder)
-        await asyncio.to_thread(run, ["-m", "kvstore.tools", "ctl", place, *words], folder)
+        await tool("ctl", place, "--token-file", str(token), "prefetch", keys[0].hex())
+        await tool("ctl", place, *words)

@@ -2,20 +2,34 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import os
 import pty
 import subprocess
 import sys
 
+from kvstore.tools.cli import main
 from tests.patience import PATIENCE
 
-__all__ = ["command", "on_terminal"]
+__all__ = ["command", "in_a_process", "on_terminal"]
 
 
-def command(
+def command(*arguments: str) -> subprocess.CompletedProcess[str]:
+    """Run `kvstore` in this process, which is several times as fast, as in a pipe."""
+    out, err = io.StringIO(), io.StringIO()
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+        try:
+            status = main(list(arguments))
+        except SystemExit as ended:
+            status = int(ended.code or 0)
+    return subprocess.CompletedProcess(arguments, status, out.getvalue(), err.getvalue())
+
+
+def in_a_process(
     *arguments: str, environment: dict[str, str] | None = None
 ) -> subprocess.CompletedProcess[str]:
-    """Run `kvstore` in a pipe."""
+    """Run `kvstore` in a process of its own, in a pipe."""
     return subprocess.run(
         [sys.executable, "-m", "kvstore.tools", *arguments],
         env=environment,

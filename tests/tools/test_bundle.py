@@ -32,7 +32,7 @@ from kvstore.tiers.disk.epoch import raise_epoch
 from kvstore.tiers.disk.namespace import FILE_NAME
 from tests.patience import PATIENCE
 from tests.store.support import CHUNK, contents, keys_of, payloads, small
-from tests.tools.support import command
+from tests.tools.support import command, in_a_process
 
 KEYS = keys_of("prompt", 20)
 
@@ -540,10 +540,10 @@ async def test_a_server_that_runs_is_exported_from_and_reads_what_is_imported(
     namespace = await fill(tmp_path / "here")
     file = tmp_path / "bundle.safetensors"
     async with kvstore.open(settings(tmp_path / "here")) as store:
-        assert command("export", str(namespace), str(file)).returncode == 0
+        assert in_a_process("export", str(namespace), str(file)).returncode == 0
         assert await store.resolve(KEYS[:4]) == 4
     async with kvstore.open(settings(tmp_path / "there")) as store:
-        assert command("import", str(file), str(tmp_path / "there")).returncode == 0
+        assert in_a_process("import", str(file), str(tmp_path / "there")).returncode == 0
     async with kvstore.open(settings(tmp_path / "there")) as store:
         # In the lane beside its own.
         assert await contents(store, KEYS[:4]) == payloads(KEYS[:4])

@@ -13,7 +13,7 @@ import pytest
 
 import kvstore
 from kvstore.tools.cli import EXAMPLES, _parser, main
-from tests.tools.support import command, on_terminal
+from tests.tools.support import command, in_a_process, on_terminal
 
 CHUNK = 64 * 1024
 KEYS = [b"key-%03d" % index + b"\0\0\0\0" for index in range(30)]
@@ -79,9 +79,9 @@ async def test_reads_are_counted_across_a_restart(cache: Path) -> None:
 async def test_inspect_and_verify_work_beside_the_process_that_owns_the_lane(cache: Path) -> None:
 
     async with kvstore.open(config(cache)) as store:
-        told = command("inspect", str(cache)).stdout
+        told = in_a_process("inspect", str(cache)).stdout
         assert re.search(rf"\n +0 +{os.getpid()} +30 ", told)
-        assert command("verify", str(cache)).returncode == 0
+        assert in_a_process("verify", str(cache)).returncode == 0
         assert await store.resolve(KEYS) == 30
 
 
@@ -210,7 +210,7 @@ def test_tables_fit_the_terminal_and_a_pipe_has_a_line_for_each_row(
     assert max(map(len, table)) <= columns, shown
     # What the environment says of terminals does not make one of a pipe.
     coloured = {**os.environ, "FORCE_COLOR": "1", "COLUMNS": "30"}
-    piped = command(*words, environment=coloured).stdout.splitlines()
+    piped = in_a_process(*words, environment=coloured).stdout.splitlines()
     assert not any("\x1b" in line for line in piped)
     assert len(piped) <= len(lines)
     assert not any(line.endswith(" ") for line in piped)

@@ -25,7 +25,7 @@ from kvstore.maintenance.survey import Progress, survey, verify
 from kvstore.tiers.disk.lane import PID_BYTES
 from kvstore.tools.cli import main
 from tests.patience import until_async
-from tests.tools.support import command
+from tests.tools.support import command, in_a_process
 from tests.tools.test_command import CHUNK
 
 CAPACITY = 10 * 2**20
@@ -222,7 +222,7 @@ async def test_commands_that_change_a_lane_refuse_one_in_use_and_name_its_proces
     await fill(tmp_path, KEYS[:10])
     async with kvstore.open(config(tmp_path)) as store:
         for name, *more in (("compact",), ("purge", "--all")):
-            done = command(name, str(tmp_path), *more)
+            done = in_a_process(name, str(tmp_path), *more)
             assert done.returncode == 1
             assert f"in use by process {os.getpid()}" in done.stdout
         assert command("stat", str(tmp_path)).returncode == 0
