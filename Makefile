@@ -67,7 +67,7 @@ NOT_TWICE += --deselect tests/vllm/test_engine.py::test_damage_on_disk_costs_the
 NOT_TWICE += -k "not turmoil or not two"
 vllm33: $(READY)
 	@$(OVERLAY) 0.33.0 $(VLLM33)
-	@PYTHONPATH=$(VLLM33) VLLM_CACHE_ROOT=$(VLLM33)-cache KVSTORE_VLLM=0.33 $(TESTS) tests/vllm $(NOT_TWICE)
+	@PYTHONPATH=$(VLLM33) VLLM_CACHE_ROOT=$(VLLM33)-cache KVSTORE_VLLM=0.33 $(TESTS) tests/vllm -m "not slow" $(NOT_TWICE)
 
 # SGLang's controller and pools over kvstore, on the CPU: downloads 39 MB, once.
 sglang: $(READY)

@@ -33,6 +33,7 @@ from benchmarks.interleave import merged, shuffled, thinned
 from kvstore.plugins import Choice
 from kvstore.policies import EvictionPolicy, Protected, create_policy
 from kvstore.simulation import Setup, Trace, read_trace, replay
+from kvstore.testing.policy import nobody
 
 POLICIES = ("lru", "fifo", "lfu", "sieve", "s3-fifo", "w-tinylfu", "arc", "hit-density")
 CHAIN = 100
@@ -131,10 +132,6 @@ def key_of(number: int) -> bytes:
     return mixed.to_bytes(16, "big") + b"\0\0\0\0"
 
 
-def _nobody(key: bytes) -> bool:
-    return False
-
-
 def _chain(number: int) -> list[bytes]:
     return [key_of(number * CHAIN + depth) for depth in range(CHAIN)]
 
@@ -150,7 +147,7 @@ def _enter(policy: EvictionPolicy, chain: Sequence[bytes], capacity: int) -> Non
     policy.link(chain)
     for key in reversed(chain):
         if len(policy) >= capacity:
-            policy.evict(1, _nobody, (key,))
+            policy.evict(1, nobody, (key,))
         policy.insert(key)
     policy.settle(chain)
 

@@ -184,7 +184,9 @@ def main() -> None:
     parser.add_argument("--policies", nargs="*", default=list(POLICIES), metavar="POLICY")
     parser.add_argument("--flows", nargs="*", default=[flow.value for flow in Flow], metavar="FLOW")
     parser.add_argument("--guaranteed", type=float, default=0.0, help="the victim's part")
-    options = read_options(parser, requests=60, policies=["lru"], floods=2, seconds=0.5)
+    options = read_options(
+        parser, requests=60, policies=["lru"], flows=["write-through"], floods=2, seconds=0.5
+    )
     (run_live if options.what == "live" else run_replay)(options)
 
 

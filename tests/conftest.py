@@ -44,7 +44,6 @@ ENGINES = [f"tests/vllm/test_{name}.py" for name in ENGINES]
 FIRST = [
     *ENGINES,
     "tests/vllm/test_turmoil.py",
-    "tests/vllm/test_data_parallel.py",
     "tests/vllm/test_hybrid.py",
     "tests/vllm/test_observed.py",
     "tests/vllm/test_hanging_disk.py",

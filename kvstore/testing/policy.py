@@ -31,7 +31,7 @@ def keys_of(count: int, start: int = 0) -> list[bytes]:
     return [b"block-%06d" % number + b"\0\0\0\0" for number in range(start, start + count)]
 
 
-def _nobody(key: bytes) -> bool:
+def nobody(key: bytes) -> bool:
     return False
 
 
@@ -81,7 +81,7 @@ class PolicyContract(ABC):
         policy = self.create(4)
         assert len(policy) == 0
         assert b"key" not in policy
-        assert policy.evict(1, _nobody) is None
+        assert policy.evict(1, nobody) is None
 
     def test_what_was_inserted_is_resident(self) -> None:
         keys = keys_of(5)
@@ -105,13 +105,13 @@ class PolicyContract(ABC):
         policy.remove(keys[1])
         policy.remove(keys[3])
         assert self.residents(policy, keys) == {keys[0], keys[2], keys[4]}
-        assert set(policy.evict(3, _nobody) or ()) == {keys[0], keys[2], keys[4]}
+        assert set(policy.evict(3, nobody) or ()) == {keys[0], keys[2], keys[4]}
 
     def test_what_left_may_come_back(self) -> None:
         keys = keys_of(3)
         policy = self.holding(keys)
         policy.remove(keys[0])
-        assert policy.evict(2, _nobody) is not None
+        assert policy.evict(2, nobody) is not None
         for key in keys:
             policy.insert(key)
         assert self.residents(policy, keys) == set(keys)
@@ -122,7 +122,7 @@ class PolicyContract(ABC):
     def test_exactly_as_many_are_evicted_as_were_asked_for(self, count: int) -> None:
         keys = keys_of(8)
         policy = self.holding(keys)
-        victims = policy.evict(count, _nobody)
+        victims = policy.evict(count, nobody)
         assert victims is not None
         assert len(victims) == len(set(victims)) == count
         assert self.residents(policy, keys) == set(keys) - set(victims)
@@ -130,7 +130,7 @@ class PolicyContract(ABC):
     def test_more_than_are_resident_cannot_be_evicted(self) -> None:
         keys = keys_of(4)
         policy = self.holding(keys)
-        assert policy.evict(5, _nobody) is None
+        assert policy.evict(5, nobody) is None
         assert self.residents(policy, keys) == set(keys)
 
     def test_the_protected_stay(self) -> None:
@@ -174,13 +174,13 @@ class PolicyContract(ABC):
         keys = keys_of(6)
         policy = self.holding(keys)
         assert policy.evict(6, _everybody) is None
-        assert set(policy.evict(6, _nobody) or ()) == set(keys)
+        assert set(policy.evict(6, nobody) or ()) == set(keys)
 
     def test_only_residents_are_asked_about(self) -> None:
         keys = keys_of(8)
         policy = self.holding(keys)
         policy.remove(keys[0])
-        gone = {keys[0], *(policy.evict(2, _nobody) or ())}
+        gone = {keys[0], *(policy.evict(2, nobody) or ())}
         asked: list[bytes] = []
 
         def protected(key: bytes) -> bool:
@@ -350,7 +350,7 @@ class PolicyContract(ABC):
         assert self.residents(policy, keys) == set(keys)
         left: list[bytes] = []
         for number in range(len(cold)):
-            left += policy.evict(1, _nobody, keys_of(1, 100 + number)) or []
+            left += policy.evict(1, nobody, keys_of(1, 100 + number)) or []
             policy.insert(keys_of(1, 100 + number)[0])
         assert left == cold
 
@@ -362,7 +362,7 @@ class PolicyContract(ABC):
             policy.cool(cold)
             for key in used * 2:
                 policy.touch(key)
-            left = policy.evict(4, _nobody)
+            left = policy.evict(4, nobody)
             assert left is not None
             if not cold and {*used} & {*left}:
                 pytest.skip("this policy counts no uses")
@@ -393,17 +393,17 @@ class PolicyContract(ABC):
         policy.link([keys[3], keys[3]], after=keys[3])
         policy.settle([b"never heard of"])
         policy.settle(keys, [b"never heard of"])
-        assert len(policy.evict(3, _nobody, keys_of(2, 100)) or ()) == 3
-        assert len(policy.evict(5, _nobody, keys_of(9, 200)) or ()) == 5
+        assert len(policy.evict(3, nobody, keys_of(2, 100)) or ()) == 3
+        assert len(policy.evict(5, nobody, keys_of(9, 200)) or ()) == 5
         assert self.residents(policy, keys) == set()
 
     def test_what_was_said_to_come_need_not_come(self) -> None:
         keys = keys_of(12)
         policy = self.holding(keys[:6])
-        gone = policy.evict(2, _nobody, keys[6:8])
+        gone = policy.evict(2, nobody, keys[6:8])
         assert gone is not None
         for _ in range(3):
-            again = policy.evict(1, _nobody, [gone[0], keys[9]])
+            again = policy.evict(1, nobody, [gone[0], keys[9]])
             assert again is not None
         policy.insert(keys[10])
         assert len(self.residents(policy, keys)) == 2
@@ -419,14 +419,14 @@ class PolicyContract(ABC):
         end = chain[-1]
         assert set(policy.evict(5, end.__eq__) or ()) == set(chain[:-1])
         assert policy.evict(1, end.__eq__) is None
-        assert policy.evict(1, _nobody) == [end]
+        assert policy.evict(1, nobody) == [end]
 
     # -- the whole -----------------------------------------------------------------------
 
     def test_clear_leaves_it_as_new(self) -> None:
         keys = keys_of(6)
         policy = self.holding(keys)
-        policy.evict(2, _nobody)
+        policy.evict(2, nobody)
         policy.clear()
         assert self.residents(policy, keys) == set()
         assert list(policy.order()) == []
@@ -435,7 +435,7 @@ class PolicyContract(ABC):
             for key in keys:
                 each.insert(key)
             each.touch(keys[0])
-        assert policy.evict(3, _nobody) == fresh.evict(3, _nobody)
+        assert policy.evict(3, nobody) == fresh.evict(3, nobody)
 
     def test_keys_found_at_opening_are_resident(self) -> None:
         keys = keys_of(6)

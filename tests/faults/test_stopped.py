@@ -178,7 +178,7 @@ async def test_a_store_that_is_stopped_for_longer_than_every_deadline_goes_on(
 ) -> None:
     one = await opened(neighbour, folder)
     assert await ask(one, "save", ALL) == set(ALL)
-    for _ in range(3):
+    for _ in range(2):
         await ask(one, "forget")
         one.connection.send(("get", ALL))
         await asyncio.to_thread(one.stop)

@@ -4,11 +4,7 @@ from __future__ import annotations
 
 from kvstore.policies.arc import ARC
 from kvstore.policies.base import HELD, LATER
-from kvstore.testing.policy import keys_of
-
-
-def nobody(key: bytes) -> bool:
-    return False
+from kvstore.testing.policy import keys_of, nobody
 
 
 def one(policy: ARC, key: bytes) -> None:

@@ -8,11 +8,7 @@ import pytest
 
 from kvstore.policies.density import Densities
 from kvstore.policies.hitdensity import HitDensity
-from kvstore.testing.policy import keys_of
-
-
-def nobody(key: bytes) -> bool:
-    return False
+from kvstore.testing.policy import keys_of, nobody
 
 
 def chain(name: str, length: int) -> list[bytes]:

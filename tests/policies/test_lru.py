@@ -4,11 +4,7 @@ from __future__ import annotations
 
 from kvstore.policies import EvictionPolicy
 from kvstore.policies.lru import LRU
-from kvstore.testing.policy import PolicyContract, keys_of
-
-
-def nobody(key: bytes) -> bool:
-    return False
+from kvstore.testing.policy import PolicyContract, keys_of, nobody
 
 
 class TestLRU(PolicyContract):

@@ -17,11 +17,7 @@ from kvstore.policies.lru import LRU
 from kvstore.policies.migration import dismantle
 from kvstore.policies.shares import Share, Shares, tag_of, tenant_keys
 from kvstore.policies.tenants import Tenants, _Partition
-from kvstore.testing.policy import PolicyContract
-
-
-def nobody(key: bytes) -> bool:
-    return False
+from kvstore.testing.policy import PolicyContract, nobody
 
 
 class Spread(Tenants):

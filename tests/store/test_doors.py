@@ -136,17 +136,6 @@ async def test_buffers_may_come_from_a_generator(open_store: Open) -> None:
         await unchanged(store)
 
 
-async def test_what_looks_like_a_tensor_and_is_none_is_refused(open_store: Open) -> None:
-    class Odd:
-        detach = untyped_storage = None
-
-    async with open_store() as store:
-        await store.put(KEYS, payloads(KEYS))
-        with pytest.raises(KVStoreError, match="a chunk must"):
-            await store.put(keys_of("b", 1), [Odd()])
-        await unchanged(store)
-
-
 @pytest.mark.parametrize("rate", ["50MiB", "0.5 MiB", 2**20])
 async def test_a_rate_may_be_a_text(open_store: Open, rate: Any) -> None:
     async with open_store(disk=16) as store:
@@ -165,15 +154,6 @@ async def test_what_is_no_rate_is_refused(open_store: Open, wrong: Any) -> None:
             store.compact(wrong)
         assert store._core.owned[0].compaction_rate == before
         assert store._upkeep is not None
-
-
-@pytest.mark.parametrize(
-    "wrong", ["1", b"1", [], float("nan"), True, 10**400], ids=lambda it: f"{it!r:.9}"
-)
-async def test_what_is_no_timeout_is_refused(open_store: Open, wrong: Any) -> None:
-    async with open_store() as store:
-        with pytest.raises(KVStoreError, match="timeout must be"):
-            await store.flush(wrong)
 
 
 @pytest.mark.parametrize("wrong", [5, "config", [("chunk_bytes", 4096)]])

@@ -124,6 +124,7 @@ async def test_a_chunk_that_is_no_multiple_of_a_page(open_store: Open) -> None:
         None,
         7,
         memoryview(bytes(2 * CHUNK))[::2],
+        type("Odd", (), {"detach": None, "untyped_storage": None})(),
     ],
     ids=lambda wrong: type(wrong).__name__,
 )

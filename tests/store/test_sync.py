@@ -365,7 +365,7 @@ def test_a_close_whose_time_is_up_closes_all_the_same(
     with open_sync(disk=64, write_queue_bytes=CHUNK) as store:
         gate = hold(monkeypatch, "write")
         store.put(KEYS, payloads(KEYS))
-        threading.Timer(1.0, gate.set).start()
+        threading.Timer(0.3, gate.set).start()
         with pytest.raises(TimeoutError, match="close took longer than 0.05 s"):
             store.close(0.05)
         assert not own_threads()

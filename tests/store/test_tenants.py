@@ -95,8 +95,8 @@ async def test_what_another_pins_leaves_a_tenant_what_is_guaranteed_to_it(
         # As many as the disk may pin, which is larger than host memory.
         disk = store._core.tiers[0].index
         # What it stores waits for their end.
-        assert store.pin(theirs, 5.0) == 16
-        assert store.pin(tenant_keys("mallory", keys_of("more", 400)), 5.0) == (
+        assert store.pin(theirs, 2.0) == 16
+        assert store.pin(tenant_keys("mallory", keys_of("more", 400)), 2.0) == (
             disk.policy.capacity // 4 - 16
         )
         assert store.stats().pinned_rows == 4

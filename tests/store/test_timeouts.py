@@ -91,7 +91,7 @@ async def test_a_close_whose_time_is_up_closes_all_the_same(
         gates = [hold(monkeypatch, method) for method in ("write", "close")]
         await store.put(KEYS, payloads(KEYS))
         for gate in gates:
-            asyncio.get_running_loop().call_later(1.0, gate.set)
+            asyncio.get_running_loop().call_later(0.3, gate.set)
         with pytest.raises(TimeoutError, match="close took longer"):
             await store.close(0.05)
         with pytest.raises(KVStoreError, match="closed"):
@@ -119,7 +119,7 @@ async def test_what_is_no_timeout_is_refused_and_nothing_is_begun(
     open_store: Open, wrong: Any
 ) -> None:
     async with open_store(rows=8) as store:
-        for call in CALLS.values():
+        for call in (*CALLS.values(), Store.flush):
             with pytest.raises(KVStoreError, match="timeout must be"):
                 await call(store, wrong)
         assert store.stats().chunks == 0

@@ -408,17 +408,6 @@ async def test_a_full_disk_stops_growth_with_a_reason_and_nothing_else(
     assert len(again.opening.entries) == len(keys)
 
 
-async def test_a_disk_that_has_room_again_lets_the_tier_grow(
-    small_disk: Callable[[int], Path], open_bench: OpenBench
-) -> None:
-    path = small_disk(SEGMENT * 3)
-    (path / "somebody's").write_bytes(bytes(SEGMENT * 3 // 2))
-    bench = open_bench(path)
-    assert (await bench.tier.grow())[0] is None
-    (path / "somebody's").unlink()
-    assert await bench.tier.grow() == (1, None)
-
-
 EXT4_IOC_SHUTDOWN = 0x8004587D
 GOING_DOWN_WITHOUT_FLUSH = 2
 
@@ -467,31 +456,6 @@ async def test_a_file_system_that_goes_down_is_a_miss_and_never_an_exception(
     assert await bench.tier.clear() is None
     await asyncio.wait_for(bench.close([(KEYS[0], 0)]), PATIENCE)
     assert [r.levelno for r in caplog.records if r.levelno > logging.WARNING] == []
-
-
-async def test_after_a_power_cut_what_is_found_is_right(
-    ext4: Callable[[], Path], open_bench: OpenBench
-) -> None:
-    place = ext4()
-    bench = open_bench(place / "cache", io="direct")
-    await bench.store(KEYS, ALL)
-    await bench.close([(key, slot) for slot, key in enumerate(KEYS)])
-    subprocess.run(["sync", "-f", place], check=True)
-    bench = open_bench(place / "cache", io="direct")
-    await bench.tier.grow()
-    new = [key_of(100 + n) for n in range(SLOTS)]
-    # Half of the old chunks are rewritten, and others lie in a segment that is new.
-    await bench.store(new[:4], [0, 1, 2, 3])
-    await bench.store(new[4:], range(SLOTS, SLOTS + 4))
-    power_off(place)
-    bench.abandon()
-    subprocess.run(["umount", place], check=True)
-    again = open_bench(ext4() / "cache", io="direct")
-    entries = list(again.opening.entries)
-    keys, slots = [key for key, _ in entries], [slot for _, slot in entries]
-    # `fetch` fails if a block is called good that is not.
-    found = dict(zip(keys, await again.fetch(keys, slots), strict=True))
-    assert all(found[key] for key in KEYS[4:]), "what was synced and not rewritten is there"
 
 
 async def test_one_path_that_goes_down_leaves_what_lies_on_the_other(

@@ -24,7 +24,7 @@ from kvstore.testing.bench import key_of
 from kvstore.tiers.disk.segment import Segment
 from kvstore.tiers.disk.threads import LOADS_IN_A_ROW, IOThreads, Parts
 from tests.patience import PATIENCE, TOO_LONG, until, until_async
-from tests.tiers.support import SEGMENT, bench_of, disk_of, segment_of
+from tests.tiers.support import SEGMENT, bench_of, disk_of
 
 Pool = Callable[[int], IOThreads]
 
@@ -428,8 +428,8 @@ async def test_close_tells_of_a_stuck_thread_in_the_time_it_was_given(pool: Pool
     for gate in gates:
         await begun(gate)
     start = time.monotonic()
-    assert not await asyncio.to_thread(threads.close, 5.0)
-    assert time.monotonic() - start < 5.0 * 2, "the time was given for all threads together"
+    assert not await asyncio.to_thread(threads.close, 2.0)
+    assert time.monotonic() - start < 2.0 * 3 - 0.5, "the time was given for all threads together"
     for gate in gates:
         gate.opened.set()
     await job
@@ -528,14 +528,6 @@ def test_a_lane_whose_threads_cannot_be_started_is_let_go_of_whole(
     assert set(os.listdir("/proc/self/fd")) == before
     until(lambda: not [one for one in threading.enumerate() if one not in alive])
     bench_of(tmp_path).tier.abandon()
-
-
-async def test_a_segment_whose_file_is_gone_can_be_removed(tmp_path: Path) -> None:
-    bench = bench_of(tmp_path)
-    segment_of(tmp_path).unlink()
-    assert await bench.tier.remove_segment(0) is None
-    assert disk_of(bench).volumes[0].segments == {}
-    await bench.tier.close([])
 
 
 async def test_under_loads_without_end_others_have_a_turn_now_and_then(pool: Pool) -> None:

@@ -123,13 +123,13 @@ def test_whether_a_disk_pays_is_told_by_where_the_hits_lie(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     # Hits are the first chunks of long prompts, which are computed sooner than they are read.
-    shallow = repeated(tmp_path / "shallow", again=10, others=90, times=6)
+    shallow = repeated(tmp_path / "shallow", again=10, others=90, times=3)
     costs = ("--host", 105, "--disk", 10_000, "--read-ms", 2, "--compute-ms")
     advice = told(capsys, shallow, *costs, "1,5@100")
     assert advice["best"]["disk_chunks"] == 0
     assert advice["best"]["saved_s"] >= 0
     # Hits are long prompts among many short ones, which alone are computed sooner.
-    deep = repeated(tmp_path / "deep", again=100, others=300, times=6)
+    deep = repeated(tmp_path / "deep", again=100, others=300, times=3)
     advice = told(capsys, deep, *costs, "0.5,5@100")
     assert advice["best"]["disk_chunks"] > 0
     assert advice["best"]["saved_s"] == max(each["saved_s"] for each in advice["tried"][1:])

@@ -13,6 +13,7 @@ import pytest
 
 import kvstore
 from kvstore.tools.cli import EXAMPLES, _parser, main
+from tests.tiers.support import flip
 from tests.tools.support import command, in_a_process, on_terminal
 
 CHUNK = 64 * 1024
@@ -95,14 +96,6 @@ def test_verify_reads_every_chunk(cache: Path) -> None:
         "unchecked": 0,
         "faults": [],
     }
-
-
-def flip(path: Path, offset: int) -> None:
-    with path.open("r+b") as handle:
-        handle.seek(offset)
-        (byte,) = handle.read(1)
-        handle.seek(offset)
-        handle.write(bytes([byte ^ 1]))
 
 
 def test_verify_finds_a_flipped_byte_in_a_payload_and_names_its_key(cache: Path) -> None:

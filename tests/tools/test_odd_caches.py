@@ -26,8 +26,9 @@ from kvstore.maintenance.survey import Fault, survey, verify
 from kvstore.tiers.disk.format import ALIGN, RECORD_BYTES
 from kvstore.tiers.disk.index import read_index
 from kvstore.tools.cli import main
+from tests.tiers.support import flip
 from tests.tools.support import command
-from tests.tools.test_command import CHUNK, KEYS, config, flip, segments
+from tests.tools.test_command import CHUNK, KEYS, config, segments
 from tests.tools.test_upkeep import sparse_cache
 
 STRANGER = 65534

@@ -8,11 +8,8 @@ import json
 import os
 import random
 import shutil
-import signal
-import subprocess
 import sys
 import threading
-import time
 from pathlib import Path
 from typing import Any
 
@@ -140,41 +137,6 @@ async def test_compacting_twice_moves_nothing_the_second_time(tmp_path: Path) ->
     (again,) = compact(tmp_path)
     assert again.result is not None
     assert again.result.moved == 0
-
-
-async def test_a_compaction_killed_at_any_moment_loses_nothing(tmp_path: Path) -> None:
-    rng = random.Random(11)
-    left = await sparse_cache(tmp_path)
-    for _ in range(3):
-        process = subprocess.Popen(
-            [sys.executable, "-c", SLOW_COMPACTION, str(tmp_path)], stdout=subprocess.PIPE
-        )
-        assert process.stdout is not None
-        process.stdout.readline()
-        time.sleep(rng.uniform(0, 0.15))
-        process.send_signal(signal.SIGKILL)
-        process.wait()
-        process.stdout.close()
-        assert command("verify", str(tmp_path)).returncode == 0
-    compact(tmp_path)
-    assert await survivors(tmp_path) == left
-
-
-SLOW_COMPACTION = """
-import sys, time
-from pathlib import Path
-from kvstore.tiers.disk.index import IndexFile
-from kvstore.maintenance.bundle import export_bundle, import_bundle
-from kvstore.maintenance.offline import compact
-write = IndexFile.write
-def slow(self, first, records):
-    time.sleep(0.001)
-    write(self, first, records)
-    time.sleep(0.001)
-IndexFile.write = slow
-print("begin", flush=True)
-compact(Path(sys.argv[1]))
-"""
 
 
 async def test_compaction_drops_a_damaged_chunk_and_says_so(tmp_path: Path) -> None:

@@ -14,6 +14,7 @@ import pytest
 
 from benchmarks.random_model import SHARP, write_model
 from examples.rounds import GEMMA
+from tests.tiers.support import flip
 from tests.vllm.conftest import PROMPTS
 from tests.vllm.engines import FORKED, ONE_PROCESS, Run, SharedMemory, run_engine
 
@@ -150,8 +151,8 @@ def test_damage_on_disk_costs_the_damaged_chunks_and_never_a_wrong_token(
         for segment in listed["namespaces"][0]["lanes"][0]["segments"]
     }
     full = [path for path in segments if by_path[path]["live"] > 8]
-    _flip(full[0], by_path[full[0]]["file_bytes"] - 20 * CHUNK)  # in a payload
-    _flip(full[1], 4096 + 5 * 128 + 70)  # in a record
+    flip(full[0], by_path[full[0]]["file_bytes"] - 20 * CHUNK)  # in a payload
+    flip(full[1], 4096 + 5 * 128 + 70)  # in a record
     with full[2].open("r+b") as handle:
         handle.truncate(by_path[full[2]]["file_bytes"] // 2)
     foreign = full[0].with_name("segment-99.safetensors")
@@ -189,14 +190,6 @@ def test_what_was_carried_by_a_bundle_is_hit_with_equal_tokens(
     )
     assert there.rounds["there"].cached == [2048] * 8
     assert there.rounds["there"].tokens == reference.rounds["each"].tokens
-
-
-def _flip(path: Path, offset: int) -> None:
-    with path.open("r+b") as handle:
-        handle.seek(offset)
-        (byte,) = handle.read(1)
-        handle.seek(offset)
-        handle.write(bytes([byte ^ 0x40]))
 
 
 def test_two_tensor_parallel_workers_share_the_rows_and_never_have_more(tmp_path: Path) -> None:
