@@ -11,68 +11,12 @@ from typing import TYPE_CHECKING
 
 from kvstore.api.lease import Chunks, Lease
 from kvstore.api.portal import Handover
-from kvstore.core import CoreStats
 from kvstore.errors import KVStoreError, LeaseEndedError
 
 if TYPE_CHECKING:
     from kvstore.api.store import Store
 
 __all__ = ["SyncWindows", "Windows"]
-
-
-class _Portions:
-    """Where in a prefix the next window lies.
-
-    Attributes:
-        name: the request by which the store knows it.
-        named: whether that is the caller's, who ends it.
-    """
-
-    def __init__(self, keys: Sequence[bytes], size: int, request: str | None) -> None:
-        """
-        Raises:
-            KVStoreError: if `size` is no number of chunks.
-        """
-        if not isinstance(size, int) or isinstance(size, bool) or size < 1:
-            raise KVStoreError(f"a window of {size!r} chunks: must be a whole number, 1 at least")
-        self.name = f"windows-{uuid.uuid4()}" if request is None else request
-        self.named = request is not None
-        self._keys = keys
-        self._size = size
-        self._next = 0
-        self._rows = 0
-        """Rows that this window and the next may have."""
-
-    def next(self) -> Sequence[bytes]:
-        """The keys of the next window; none at the end."""
-        return self._keys[self._next : self._next + self._size]
-
-    def that_fit(self, stats: CoreStats) -> Sequence[bytes]:
-        """The keys of the next window, as far as rows are left for them.
-
-        Raises:
-            LeaseEndedError: if there are none, because views of earlier leases keep all of them.
-        """
-        keys = self.next()
-        self._rows = max(0, stats.rows - stats.watched_rows)
-        if keys and not self._rows:
-            raise LeaseEndedError(
-                "views of chunks whose leases have ended keep all rows of host memory; drop "
-                "them before asking for the next window, or make windows smaller"
-            )
-        return keys[: self._rows]
-
-    def got(self, chunks: int) -> None:
-        """Note how many chunks of the window are leased; 0 if the next is missing or has no room.
-
-        Fewer than were asked for may be leased, if there is no room for more.
-        """
-        self._next = self._next + chunks if chunks else len(self._keys)
-        self._rows -= chunks
-
-    def ahead(self) -> Sequence[bytes]:
-        """Keys of the window after this one, as far as there is room for them beside it."""
-        return self.next()[: self._rows]
 
 
 class Windows:
@@ -83,8 +27,15 @@ class Windows:
         Raises:
             KVStoreError: if `size` is no number of chunks.
         """
+        if not isinstance(size, int) or isinstance(size, bool) or size < 1:
+            raise KVStoreError(f"a window of {size!r} chunks: must be a whole number, 1 at least")
         self._store = store
-        self._portions = _Portions(keys, size, request)
+        self._keys = keys
+        self._size = size
+        self._next = 0
+        self._name = f"windows-{uuid.uuid4()}" if request is None else request
+        self._named = request is not None
+        """Whether the request is the caller's, who ends it."""
         self._before = store.resets
         self._lease: Lease | None = None
 
@@ -102,8 +53,8 @@ class Windows:
         finally:
             # What a child of a fork is told hides no other exception.
             with contextlib.suppress(*(() if kind is None else (KVStoreError,))):
-                if not self._portions.named:
-                    self._store.release(self._portions.name)
+                if not self._named:
+                    self._store.release(self._name)
 
     def __aiter__(self) -> Windows:
         return self
@@ -115,25 +66,40 @@ class Windows:
         return chunks
 
     async def following(self) -> Chunks | None:
-        """Lease the next window; None at the end."""
+        """Lease the next window; None at the end.
+
+        Raises:
+            LeaseEndedError: if views of earlier leases keep all rows.
+        """
         await self._give_back()
         # Rows whose last view has gone meanwhile are given back by calls that wait on the loop.
         await asyncio.sleep(0)
-        portions = self._portions
-        keys = portions.that_fit(self._store.stats())
+        stats = self._store.stats()
+        rows = max(0, stats.rows - stats.watched_rows)
+        keys = self._following()
         if not keys:
             return None
-        lease = self._store.get(keys, portions.name)
+        if not rows:
+            raise LeaseEndedError(
+                "views of chunks whose leases have ended keep all rows of host memory; drop "
+                "them before asking for the next window, or make windows smaller"
+            )
+        lease = self._store.get(keys[:rows], self._name)
         chunks = await lease.__aenter__()
         self._lease = lease
-        portions.got(len(chunks))
         if not chunks or self._store.resets != self._before:
-            # What comes after a reset is no part of what was there before it.
+            # The next is missing or has no room, or what comes after a reset is no part of this.
+            self._next = len(self._keys)
             return None
-        if portions.ahead():
+        self._next += len(chunks)
+        if ahead := self._following()[: rows - len(chunks)]:
             # On its way while the caller works on this one.
-            self._store.lookup_prefix(portions.ahead(), portions.name)
+            self._store.lookup_prefix(ahead, self._name)
         return chunks
+
+    def _following(self) -> Sequence[bytes]:
+        """The keys of the next window; none at the end."""
+        return self._keys[self._next : self._next + self._size]
 
     def drop(self) -> None:
         """End the window of a store that has ended. From any thread."""

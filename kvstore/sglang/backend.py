@@ -46,6 +46,9 @@ SHARDED = ("mamba",)
 LEAST_SECONDS = 1.0
 """What each pool gets to be cleared, also where another has used up the time of all."""
 
+READ, STORED = "read", "stored"
+"""What becomes of pages, in messages, too."""
+
 _DECIDED = ("chunk_bytes", "keep_events", "namespace")
 """Keys that follow from SGLang's pools and ranks."""
 
@@ -83,7 +86,7 @@ class HiCacheKVStore(HiCacheStorage):
         self._pools: dict[str, Pool] = {}
         self._open = False
         self._complaints = Complaints(warn_with(logger))
-        self._moves = Moves()
+        self._moves = {READ: Moves(), STORED: Moves()}
         self._clears = 0
         """How often SGLang has asked for everything to be forgotten."""
         # No page that was read before a clearing may be stored after it.
@@ -314,10 +317,11 @@ class HiCacheKVStore(HiCacheStorage):
         if target_locations is None:
             target_locations = [torch.empty(pool.page_bytes, dtype=torch.uint8) for _ in keys]
         targets = list(target_locations)
-        begun, clears = time.perf_counter(), self._clears
-        filled = self._tried("read", lambda: pool.store.get_into(keys_of(keys), targets), 0)
-        filled = filled if self._clears == clears else 0
-        self._moves.read(filled, pool.page_bytes, time.perf_counter() - begun)
+
+        def read(valid: Callable[[], bool]) -> int:
+            return self._tried(READ, lambda: pool.store.get_into(keys_of(keys), targets), 0)
+
+        filled = self._moved(READ, pool, read)
         return [target if at < filled else None for at, target in enumerate(targets)]
 
     def set(
@@ -335,16 +339,14 @@ class HiCacheKVStore(HiCacheStorage):
     ) -> bool:
         """Store pages of attention; whether the store has all of them now."""
         pool = self._pools[KV]
-        begun, clears = time.perf_counter(), self._clears
 
-        def put() -> int:
+        def put(valid: Callable[[], bool]) -> int:
             with self._storing:
-                if self._clears != clears:
+                if not valid():
                     return 0
                 return pool.store.put(keys_of(keys), values, timeout=self._config.max_wait_s)
 
-        stored = self._tried("stored", put, 0)
-        self._moves.wrote(stored, pool.page_bytes, time.perf_counter() - begun)
+        stored = self._moved(STORED, pool, lambda valid: self._tried(STORED, lambda: put(valid), 0))
         return stored == len(keys)
 
     # -- the whole -----------------------------------------------------------------------
@@ -376,10 +378,9 @@ class HiCacheKVStore(HiCacheStorage):
         """Return pages and GB/s of the transfers since the last call, for SGLang's metrics."""
         from sglang.srt.observability.metrics_collector import StorageMetrics
 
-        moves, self._moves = self._moves, Moves()
-        return StorageMetrics(
-            moves.read_pages, moves.written_pages, moves.read_gbps, moves.written_gbps
-        )
+        moves, self._moves = self._moves, {READ: Moves(), STORED: Moves()}
+        read, stored = moves[READ], moves[STORED]
+        return StorageMetrics(read.pages, stored.pages, read.gbps, stored.gbps)
 
     def close(self) -> None:
         """Close the stores in order: what is on its way to a tier is waited for."""
@@ -390,36 +391,35 @@ class HiCacheKVStore(HiCacheStorage):
 
     def _read(self, name: str, keys: Sequence[str], indices: torch.Tensor) -> int:
         pool = self._pools[name]
-        begun, clears = time.perf_counter(), self._clears
-        done = self._counted("read", pool.read(keys, indices))
-        done = done if self._clears == clears else 0
-        self._moves.read(done, pool.page_bytes, time.perf_counter() - begun)
-        return done
+        pieces = pool.read(keys, indices)
+        return self._moved(READ, pool, lambda valid: self._counted(READ, pieces))
 
     def _write(self, name: str, keys: Sequence[str], indices: torch.Tensor) -> int:
-        pool = self._pools[name]
+        pool, timeout = self._pools[name], self._config.max_wait_s
+
+        def write(valid: Callable[[], bool]) -> int:
+            pieces = pool.write(keys, indices, timeout, self._storing, valid)
+            return self._counted(STORED, pieces)
+
+        return self._moved(STORED, pool, write)
+
+    def _moved(self, what: str, pool: Pool, move: Callable[[Callable[[], bool]], int]) -> int:
+        """The pages that `move`, which may ask for it, moves; none if a clearing is asked for."""
         begun, clears = time.perf_counter(), self._clears
 
         def valid() -> bool:
             return self._clears == clears
 
-        pieces = pool.write(keys, indices, self._config.max_wait_s, self._storing, valid)
-        done = self._counted("stored", pieces)
-        done = done if valid() else 0
-        self._moves.wrote(done, pool.page_bytes, time.perf_counter() - begun)
-        return done
+        moved = move(valid)
+        moved = moved if valid() else 0
+        self._moves[what].note(moved, pool.page_bytes, time.perf_counter() - begun)
+        return moved
 
     def _counted(self, what: str, pieces: Iterator[int]) -> int:
         """How many pages were moved before the end or a fault."""
-        moved = 0
-
-        def move() -> None:
-            nonlocal moved
-            for count in pieces:
-                moved += count
-
-        self._tried(what, move, None)
-        return moved
+        moved: list[int] = []
+        self._tried(what, lambda: moved.extend(pieces), None)
+        return sum(moved)
 
     def _tried(self, what: str, call: Callable[[], _T], otherwise: _T) -> _T:
         """The result of a call; a fault is a miss."""

@@ -213,25 +213,18 @@ class Pool:
 
 @attrs.define
 class Moves:
-    """Transfers since SGLang last asked."""
+    """Transfers in one direction since SGLang last asked."""
 
-    read_pages: list[int] = attrs.field(factory=list)
-    written_pages: list[int] = attrs.field(factory=list)
-    read_gbps: list[float] = attrs.field(factory=list)
-    written_gbps: list[float] = attrs.field(factory=list)
+    pages: list[int] = attrs.field(factory=list)
+    gbps: list[float] = attrs.field(factory=list)
 
     LIMIT = 10_000
     """Transfers that are kept for a caller who never asks."""
 
-    def read(self, pages: int, size: int, seconds: float) -> None:
-        if pages and len(self.read_pages) < self.LIMIT:
-            self.read_pages.append(pages)
-            self.read_gbps.append(pages * size / 1e9 / seconds)
-
-    def wrote(self, pages: int, size: int, seconds: float) -> None:
-        if pages and len(self.written_pages) < self.LIMIT:
-            self.written_pages.append(pages)
-            self.written_gbps.append(pages * size / 1e9 / seconds)
+    def note(self, pages: int, size: int, seconds: float) -> None:
+        if pages and len(self.pages) < self.LIMIT:
+            self.pages.append(pages)
+            self.gbps.append(pages * size / 1e9 / seconds)
 
 
 COUNTS = ("revision", "quantization", "quantization_param_path", "json_model_override_args")
