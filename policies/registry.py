@@ -64,8 +64,9 @@ class Registry(Generic[_T]):
         """Make a class known under its `name`.
 
         Raises:
-            ValueError: if the class has no name, or another class has taken it.
+            ValueError: if the class is of another kind, or has no name, or another has taken it.
         """
+        self._check(cls.__qualname__, cls)
         name = getattr(cls, "name", None)
         if not isinstance(name, str) or not name:
             raise ValueError(f"{self.kind} {cls.__qualname__} needs a class attribute `name`")
@@ -103,11 +104,12 @@ class Registry(Generic[_T]):
                     break
         if cls is None:
             raise ValueError(f"unknown {self.kind} {name!r}; known are: {', '.join(self.names())}")
-        if not (isinstance(cls, type) and issubclass(cls, self.base)):
-            raise ValueError(
-                f"{self.kind} {name!r} is not a subclass of {self.base.__name__}: {cls!r}"
-            )
-        return cls
+        return self._check(name, cls)
+
+    def _check(self, name: str, cls: object) -> type[_T]:
+        if isinstance(cls, type) and issubclass(cls, self.base):
+            return cls
+        raise ValueError(f"{self.kind} {name!r} is not a subclass of {self.base.__name__}: {cls!r}")
 
     def checked(self, name: str, parameters: dict[str, Any]) -> type[_T]:
         """Return the class called `name` if it takes these parameters.

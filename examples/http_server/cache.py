@@ -63,22 +63,27 @@ class PromptCache:
             logger.warning("nothing is loaded: %s", error)
             return 0, copy([])
 
-    async def held(self, request: str, keys: Sequence[bytes]) -> int:
+    def held(self, keys: Sequence[bytes]) -> int:
         """How many leading chunks need not be saved."""
         try:
-            return await self._store.resolve(keys, request)
+            return self._store.contains_prefix(keys)
         except kvstore.KVStoreError as error:
             logger.warning("nothing is looked up: %s", error)
             return 0
 
     async def save(
-        self, request: str, keys: Sequence[bytes], chunks: Callable[[], Sequence[object]]
+        self,
+        request: str,
+        keys: Sequence[bytes],
+        chunks: Callable[[], Sequence[object]],
+        *,
+        wait: bool = True,
     ) -> None:
-        """Store what `chunks`, called in a thread, returns for `keys`."""
+        """Store what `chunks`, called in a thread, returns for `keys`; perhaps waiting for room."""
         if not keys:
             return
         try:
-            await self._store.put(keys, await asyncio.to_thread(chunks), request)
+            await self._store.put(keys, await asyncio.to_thread(chunks), request, wait=wait)
         except kvstore.KVStoreError as error:
             logger.warning("nothing is saved: %s", error)
 

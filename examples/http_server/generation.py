@@ -163,7 +163,9 @@ class Generation:
         assert self._generator.cache is not None
         first = start // self._size
         chunks = partial(self._model.chunks, tensors, first, len(keys))
-        await self._generator.cache.save(self.id, keys[first:], chunks)
+        # Those that wait hold a KV cache each.
+        wait = self._generator.counts.saving <= MOST_RUNNING
+        await self._generator.cache.save(self.id, keys[first:], chunks, wait=wait)
 
     async def _end(
         self, saving: asyncio.Task[None] | None, tensors: Tensors, answer: list[int]
@@ -177,7 +179,7 @@ class Generation:
             start = len(self.prompt) // self._size * self._size
             tokens = self.prompt + answer
             keys = keys_of(tokens, self._size)
-            if answer and await cache.held(self.id, keys) < len(keys):
+            if answer and len(keys) * self._size > start and cache.held(keys) < len(keys):
                 # Computed token by token it has other bits than a prompt would have.
                 past = await self._generator.run(self._model.beginning, tensors, start)
                 await self._prefill(past, tokens[: len(keys) * self._size], start)

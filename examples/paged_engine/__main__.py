@@ -78,7 +78,13 @@ def main() -> int:
     with tempfile.TemporaryDirectory(prefix="paged-engine-") as scratch:
         offload = {
             "cpu_bytes_to_use": "1GiB",
-            "identity": {"model": "random", "layers": arguments.layers, "width": arguments.width},
+            # All that decides the bytes of a chunk.
+            "identity": {
+                "model": "random, seed 0",
+                "layers": arguments.layers,
+                "width": arguments.width,
+                "pages": "float32: block, K and V, token, head, number",
+            },
             "block_size": 4 * BLOCK_TOKENS,
             "tiers": [
                 {

@@ -138,6 +138,9 @@ class Engine:
         output, scheduled = self.scheduler.schedule()
         if self.connector is not None and self.worker is not None:
             self.worker.start_transfers(self.connector.build_connector_meta(output))
+        if not scheduled:
+            # What they wait for comes from other threads.
+            time.sleep(0.0005)
         sampled = self._compute(output, scheduled) if scheduled else []
         if self.connector is not None and self.worker is not None:
             self.connector.on_step_reported()

@@ -154,35 +154,65 @@ class Puts:
         Raises:
             KVStoreError: if a close of the store begins meanwhile: it may not wait for all of it.
         """
-        rows = min(self._rows_for(()), self._core.reach(keys))
-        width = len(keys) if len(keys) <= rows else max(1, rows // 2)
-        offered = 0
-        here: list[bytes] = []  # stored by this call, and on no slower tier so far
         # Chunks from before a reset are not stored after it.
         era = self._core.era
         withdrawn: set[bytes] = set()
         self._withdrawn.append(withdrawn)
         try:
-            while offered < len(keys) and era == self._core.era:
-                self._driver.check_storing()
-                here = [key for key in here if not self._core.may_go_below(key)]
-                # A later part must not displace an earlier one.
-                end = offered + min(width, self._rows_for(here) - len(here))
-                part: Sources = {}
-                for key, source in zip(keys[offered:end], sources[offered:end], strict=True):
-                    part.setdefault(key, source)
-                if not part or not await self._portion(
-                    part, name, withdrawn, wait=wait, durable=durable
-                ):
-                    break
-                if durable:
-                    self._core.save_first(part)
-                here += part
-                offered = end
+            await self._put(keys, sources, name, withdrawn, wait=wait, durable=durable)
+            if wait and (reads := {key for key in keys if self._is_read(key)}):
+                await self._end_of(reads)
+                lost: Sources = {}
+                for key, source in zip(keys, sources, strict=True):
+                    if key in reads and era == self._core.era and not self.has(key, own=durable):
+                        lost.setdefault(key, source)
+                where = [*lost], [*lost.values()]
+                await self._put(*where, name, withdrawn, wait=wait, durable=durable)
         finally:
             self._withdrawn = [one for one in self._withdrawn if one is not withdrawn]
         self._driver.check_storing()
         return next((n for n, key in enumerate(keys) if not self.has(key, own=durable)), len(keys))
+
+    async def _put(
+        self,
+        keys: Sequence[bytes],
+        sources: Sequence[npt.NDArray[np.uint8]],
+        name: str,
+        withdrawn: Collection[bytes],
+        *,
+        wait: bool,
+        durable: bool,
+    ) -> None:
+        """Store portion after portion, as far as there is room."""
+        rows = min(self._rows_for(()), self._core.reach(keys))
+        width = len(keys) if len(keys) <= rows else max(1, rows // 2)
+        offered = 0
+        here: list[bytes] = []  # stored by this call, and on no slower tier so far
+        era = self._core.era
+        while offered < len(keys) and era == self._core.era:
+            self._driver.check_storing()
+            here = [key for key in here if not self._core.may_go_below(key)]
+            # A later part must not displace an earlier one.
+            end = offered + min(width, self._rows_for(here) - len(here))
+            part: Sources = {}
+            for key, source in zip(keys[offered:end], sources[offered:end], strict=True):
+                part.setdefault(key, source)
+            if not part or not await self._portion(
+                part, name, withdrawn, wait=wait, durable=durable
+            ):
+                break
+            if durable:
+                self._core.save_first(part)
+            here += part
+            offered = end
+
+    async def _end_of(self, reads: Collection[bytes]) -> None:
+        """Wait until these chunks have been read from their tiers; not longer than for room."""
+        end = time.monotonic() + self._deadline
+        era = self._core.era
+        while time.monotonic() < end and era == self._core.era and any(map(self._is_read, reads)):
+            await self._driver.moved()
+            self._driver.check_storing()
 
     async def save(self, keys: Sequence[bytes]) -> int:
         """Copy those of `keys` that are here to the first tier; returns how many it has, in order.
@@ -209,13 +239,19 @@ class Puts:
         if key in self._core.hidden:
             return False
         chunk = self._core.chunks.get(key)
-        if chunk is not None:
-            # One that is read from a tier may turn out to be damaged or gone.
-            return chunk.state != FILLING
-        return any(
+        return (chunk is not None and chunk.state != FILLING) or any(
             not tier.index.lacks(key)
             for tier in (self._core.targets[:1] if own else self._core.tiers)
         )
+
+    def _is_read(self, key: bytes) -> bool:
+        """Whether the chunk is being read from a tier, and may yet turn out to be damaged."""
+        chunk = self._core.chunks.get(key)
+        return chunk is not None and chunk.state == FILLING and chunk.stored_by is None
+
+    def _is_there(self, key: bytes, own: bool) -> bool:
+        """Whether no room is needed for the chunk."""
+        return self._is_read(key) or self.has(key, own=own)
 
     def _rows_for(self, keys: Sequence[bytes]) -> int:
         """Return the rows that are not pinned by keys other than `keys`."""
@@ -253,7 +289,7 @@ class Puts:
                     return False
                 left = {key: None for key in left if key not in withdrawn}
                 if told:
-                    left = dict.fromkeys(key for key in left if not self.has(key, own=durable))
+                    left = dict.fromkeys(key for key in left if not self._is_there(key, durable))
                 if not left:
                     return True
                 # Chunks that this call has stored and others have displaced are not stored again.
@@ -271,7 +307,7 @@ class Puts:
                 if grant is not None:
                     ended = {*grant.keys, *grant.declined}
                     left = dict.fromkeys(
-                        k for k in left if k not in ended and not self.has(k, own=durable)
+                        k for k in left if k not in ended and not self._is_there(k, durable)
                     )
                     done = not left
                     if grant.keys:

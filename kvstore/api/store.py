@@ -309,8 +309,8 @@ class Store:
         Without `wait` it uses the room that is free and sheds the rest at once: all of it,
         while another put waits.
 
-        A chunk that is being read from a tier counts once it has been read; if that fails, the
-        buffer is stored.
+        If a chunk is being read from a tier, this waits for that in the end, `deadline_s` at most,
+        and stores the buffer if it fails. Without `wait` the tier is believed.
 
         With `durable` it returns when the chunks are on the first tier, as after a `flush`:
         only those count that a later process will find there, even after kill -9. A chunk that the

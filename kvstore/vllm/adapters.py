@@ -141,8 +141,9 @@ class Adapters:
             # A fingerprint that comes too late may be of other files than vLLM has read.
             known.doubtful = True
             self._tell(f"adapter {use.path}: its files cannot be read in time")
-        elif taken.cancelled() or (error := taken.exception()) is not None:
-            if known.loaded is None and isinstance(error, AbsentError):
+        elif taken.cancelled() or taken.exception() is not None:
+            absent = not taken.cancelled() and isinstance(taken.exception(), AbsentError)
+            if known.loaded is None and absent:
                 # vLLM has loaded nothing from this machine's files yet.
                 self._tell(f"adapter {use.path}: its files are not on this machine")
                 return

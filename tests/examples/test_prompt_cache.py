@@ -36,7 +36,7 @@ async def test_what_was_saved_is_loaded(open_store: Open) -> None:
         cache = PromptCache(store)
         await cache.save("one", keys[:3], lambda: payloads(keys[:3]))
         assert await cache.load("two", keys, copies) == (3, payloads(keys[:3]))
-        assert await cache.held("two", keys) == 3
+        assert cache.held(keys) == 3
         assert await cache.load("two", [], copies) == (0, [])
 
 
@@ -77,7 +77,7 @@ async def test_a_fault_of_the_store_is_a_miss(
         assert "nothing is saved" in caplog.text
     # Closed.
     assert await cache.load("one", keys, copies) == (0, [])
-    assert await cache.held("one", keys) == 0
+    assert cache.held(keys) == 0
     assert "nothing is loaded" in caplog.text
 
 

@@ -365,7 +365,6 @@ async def test_a_put_amid_a_read_that_fails_stores_its_own_bytes(
     async with open_store(rows=8, disk=64) as store:
         assert store.prefetch(keys) == 2
         await until_async(lambda: any(key in store._core.chunks for key in keys))
-        assert await store.put(keys, payloads(keys), wait=False) == 0
         put = asyncio.create_task(store.put(keys, payloads(keys), durable=durable))
         await asyncio.sleep(0.02)
         assert not put.done()
@@ -376,6 +375,42 @@ async def test_a_put_amid_a_read_that_fails_stores_its_own_bytes(
     if durable:
         async with open_store(rows=8, disk=64) as store:
             assert await contents(store, keys) == payloads(keys)
+
+
+async def test_a_put_that_waits_for_a_read_holds_up_no_other_and_stores_the_rest(
+    open_store: Open, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    keys = keys_of("a", 12)
+    async with open_store(rows=8, disk=64) as store:
+        assert await store.put(keys[:2], payloads(keys[:2]), durable=True) == 2
+    gate = hold(monkeypatch, "read")
+    async with open_store(rows=8, disk=64) as store:
+        assert store.prefetch(keys[:2]) == 2
+        await until_async(lambda: any(key in store._core.chunks for key in keys))
+        put = asyncio.create_task(store.put(keys, payloads(keys)))
+        await until_async(lambda: all(store.contains(keys)))
+        assert not put.done()
+        other = keys_of("b", 2)
+        assert await store.put(other, payloads(other), wait=False) == 2
+        assert await store.put(keys, payloads(keys), wait=False) == 12
+        gate.set()
+        assert await asyncio.wait_for(put, PATIENCE) == 12
+        assert await contents(store, keys[:4]) == payloads(keys[:4])
+
+
+async def test_a_put_does_not_wait_for_ever_for_a_read(
+    open_store: Open, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    keys = keys_of("a", 4)
+    async with open_store(rows=8, disk=64) as store:
+        assert await store.put(keys[:2], payloads(keys[:2]), durable=True) == 2
+    gate = hold(monkeypatch, "read")
+    async with open_store(rows=8, disk=64, deadline_s=0.2) as store:
+        assert store.prefetch(keys[:2]) == 2
+        await until_async(lambda: any(key in store._core.chunks for key in keys))
+        # The tier is believed.
+        assert await asyncio.wait_for(store.put(keys, payloads(keys)), PATIENCE) == 4
+        gate.set()
 
 
 async def test_two_puts_of_the_same_chunks_both_wait_for_them(

@@ -178,6 +178,16 @@ def test_what_cannot_be_read_is_in_doubt_from_then_on(rig: Rig) -> None:
     assert clean(rig.arrive(3))
 
 
+def test_a_fingerprint_that_nobody_takes_any_more_is_none(rig: Rig) -> None:
+    """As when the server goes down."""
+    rig.disk.at_once = False
+    use = rig.arrive()
+    assert use.taken is not None
+    assert use.taken.cancel()
+    rig.adapters.settle(0.0)
+    assert use.doubtful
+
+
 def test_an_adapter_that_is_not_there_yet_may_come(rig: Rig) -> None:
     assert rig.arrive(5, "org/name").doubtful
     rig.disk.write("org/name", "x")

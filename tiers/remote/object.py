@@ -394,7 +394,10 @@ def _summary(error: Exception) -> str:
     Query strings and credentials in URLs are removed, as the former may contain a signature, and
     what the service answers at length, which may repeat a token.
     """
-    line = str(error).strip().partition("\n")[0].partition(": <")[0]
+    text = str(error).strip()
+    line = re.split(r": [<{]", text.partition("\n")[0], maxsplit=1)[0]
+    if code := re.search(r"<Code>([A-Za-z]+)</Code>", text):
+        line += f" ({code[1]})"
     line = re.sub(r"\?[^\s()\"']*", "?...", line)
     line = re.sub(r"//[^\s@]*@", "//...@", line)
     return f"{type(error).__name__}: {line[:MOST_TOLD]}"

@@ -7,7 +7,8 @@ import contextlib
 import itertools
 import os
 import re
-from collections.abc import AsyncIterator, Collection, Sequence
+from collections import Counter
+from collections.abc import AsyncIterator, Callable, Collection, Sequence
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -130,6 +131,9 @@ class RedisTier(StoreTier):
         return f"{parts.scheme}://{parts.netloc}{parts.path}"
 
     def connect(self) -> StoreClient:
+        return self._client_of(self._made, self._expire_ms, self._timeout)
+
+    def _made(self) -> Any:
         pool = client.BlockingConnectionPool.from_url(
             self._url,
             username=os.environ.get(USERNAME),
@@ -141,18 +145,22 @@ class RedisTier(StoreTier):
             timeout=self._timeout,
             **(VERIFIED if self._url.startswith("rediss:") else {}),
         )
-        return self._client_of(client.Redis.from_pool(pool), self._expire_ms, self._timeout)
+        return client.Redis.from_pool(pool)
 
 
 class _Client:
     """Client of a Redis server: see `StoreClient`."""
 
-    def __init__(self, server: Any, expire_ms: int, timeout: float) -> None:
-        self._server = server
+    def __init__(self, make: Callable[[], Any], expire_ms: int, timeout: float) -> None:
+        self._make = make
+        self._server = make()
+        self._calling: Counter[Any] = Counter()
+        """Calls under way, by their connections."""
+        self._closing: set[asyncio.Task[None]] = set()
         self._expire_ms = expire_ms
         self._timeout = timeout
         self._doubtful = False
-        """Whether connections that are idle may be dead, or lead to what is a replica now."""
+        """Whether connections may be dead, or lead to what is a replica now: new ones are made."""
 
     async def exists(self, names: Sequence[str]) -> list[bool]:
         # One command first: usually all or none of a prompt's chunks exist.
@@ -209,8 +217,9 @@ class _Client:
         await self._answers([("UNLINK", *names)])
 
     async def close(self) -> None:
-        with contextlib.suppress(RedisError, OSError):
-            await self._server.aclose()
+        await _closed(self._server)
+        if self._closing:
+            await asyncio.wait(self._closing)
 
     async def _answers(self, commands: Sequence[tuple[Any, ...]]) -> list[Any]:
         """Send all commands together; raise if one of them is refused."""
@@ -224,14 +233,16 @@ class _Client:
         """Send all commands together; the answer to a refused command is an exception."""
         if not commands:
             return []
-        pipe = self._server.pipeline(transaction=False)
+        if self._doubtful:
+            self._doubtful = False
+            self._server, before = self._make(), self._server
+            self._let_go(before)
+        server, good = self._server, False
+        pipe = server.pipeline(transaction=False)
         for command in commands:
             pipe.execute_command(*command)
-        good = False
+        self._calling[server] += 1
         try:
-            if self._doubtful:
-                self._doubtful = False
-                await self._server.connection_pool.disconnect(inuse_connections=False)
             answers: list[Any] = await pipe.execute(raise_on_error=False)
             good = not any(isinstance(answer, ReadOnlyError) for answer in answers)
         except (RedisError, OSError) as error:
@@ -240,8 +251,20 @@ class _Client:
             # It may have what was sent in its text.
             raise StoreError(type(error).__name__) from None
         finally:
-            self._doubtful |= not good
+            self._calling[server] -= 1
+            if server is self._server:
+                self._doubtful |= not good
+            else:
+                self._let_go(server)
         return answers
+
+    def _let_go(self, server: Any) -> None:
+        """Close connections once no call uses them any more."""
+        if not self._calling[server]:
+            del self._calling[server]
+            task = asyncio.get_running_loop().create_task(_closed(server))
+            self._closing.add(task)
+            task.add_done_callback(self._closing.discard)
 
 
 class _ListingClient(_Client):
@@ -283,6 +306,11 @@ class _ListingClient(_Client):
                 "whoever's they were: let capacity_bytes be less, or its maxmemory more"
             )
         self._evicted = evicted
+
+
+async def _closed(server: Any) -> None:
+    with contextlib.suppress(RedisError, OSError):
+        await server.aclose()
 
 
 def _fault(error: Exception) -> StoreError:

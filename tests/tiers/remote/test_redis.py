@@ -156,6 +156,23 @@ async def test_when_another_server_takes_over_connections_lead_to_that(starting:
         balancer.close()
 
 
+@pytest.mark.asyncio
+async def test_new_connections_cost_no_call_that_is_under_way(server: RedisServer) -> None:
+    client: Any = RedisTier(PLACE, url=server.url).connect()
+
+    async def ask(number: int) -> list[bool]:
+        await asyncio.sleep(number % 3 / 1000)
+        client._doubtful |= number == 5
+        found: list[bool] = await client.exists(["nothing"])
+        return found
+
+    for _ in range(20):
+        client._doubtful = True
+        assert await asyncio.gather(*map(ask, range(8))) == [[False]] * 8
+    await client.close()
+    assert not client._closing
+
+
 def test_only_whole_calls_have_a_deadline() -> None:
     client = RedisTier(PLACE, url="redis://127.0.0.1:1/0", timeout_s=60).connect()
     pool = client._server.connection_pool  # type: ignore[attr-defined]
