@@ -11,6 +11,8 @@ import asyncio
 import time
 from collections.abc import Callable, Collection, Iterable, Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor
+from dataclasses import dataclass, field
+from itertools import takewhile
 
 import numpy as np
 import numpy.typing as npt
@@ -98,6 +100,24 @@ async def run_copy(copy: Callable[[], None], size: int, threads: Executor) -> No
 Sources = dict[bytes, npt.NDArray[np.uint8]]
 
 
+@dataclass(slots=True, eq=False)
+class _Call:
+    """One put.
+
+    Attributes:
+        name: its request. wait, durable: as of `Puts.put`. era: of the core, when it began.
+        withdrawn: keys that were removed since it began.
+        reads: keys of chunks that were being read from a tier when they were looked at.
+    """
+
+    name: str
+    wait: bool
+    durable: bool
+    era: int
+    withdrawn: set[bytes] = field(default_factory=set)
+    reads: set[bytes] = field(default_factory=set)
+
+
 class Puts:
     """Serves puts: see the module's text.
 
@@ -127,8 +147,8 @@ class Puts:
         """Those of each tenant, in the order of asking: see `Core.owner`."""
         self._moved = 0.0
         """When a put last got room."""
-        self._withdrawn: list[set[bytes]] = []
-        """For each put under way, the keys that were removed since it began."""
+        self._calls: list[_Call] = []
+        """The puts under way."""
         core.on_remove = self._withdraw
 
     @property
@@ -154,42 +174,28 @@ class Puts:
         Raises:
             KVStoreError: if a close of the store begins meanwhile: it may not wait for all of it.
         """
-        # Chunks from before a reset are not stored after it.
-        era = self._core.era
-        withdrawn: set[bytes] = set()
-        self._withdrawn.append(withdrawn)
+        call = _Call(name, wait, durable, self._core.era)
+        self._calls.append(call)
         try:
-            await self._put(keys, sources, name, withdrawn, wait=wait, durable=durable)
-            if wait and (reads := {key for key in keys if self._is_read(key)}):
-                await self._end_of(reads)
-                lost: Sources = {}
-                for key, source in zip(keys, sources, strict=True):
-                    if key in reads and era == self._core.era and not self.has(key, own=durable):
-                        lost.setdefault(key, source)
-                where = [*lost], [*lost.values()]
-                await self._put(*where, name, withdrawn, wait=wait, durable=durable)
+            await self._put(call, keys, sources)
+            if wait and call.reads:
+                lost = await self._lost(call, keys, sources)
+                await self._put(call, [*lost], [*lost.values()])
         finally:
-            self._withdrawn = [one for one in self._withdrawn if one is not withdrawn]
+            self._calls.remove(call)
         self._driver.check_storing()
         return next((n for n, key in enumerate(keys) if not self.has(key, own=durable)), len(keys))
 
     async def _put(
-        self,
-        keys: Sequence[bytes],
-        sources: Sequence[npt.NDArray[np.uint8]],
-        name: str,
-        withdrawn: Collection[bytes],
-        *,
-        wait: bool,
-        durable: bool,
+        self, call: _Call, keys: Sequence[bytes], sources: Sequence[npt.NDArray[np.uint8]]
     ) -> None:
         """Store portion after portion, as far as there is room."""
         rows = min(self._rows_for(()), self._core.reach(keys))
         width = len(keys) if len(keys) <= rows else max(1, rows // 2)
         offered = 0
         here: list[bytes] = []  # stored by this call, and on no slower tier so far
-        era = self._core.era
-        while offered < len(keys) and era == self._core.era:
+        # Chunks from before a reset are not stored after it.
+        while offered < len(keys) and call.era == self._core.era:
             self._driver.check_storing()
             here = [key for key in here if not self._core.may_go_below(key)]
             # A later part must not displace an earlier one.
@@ -197,22 +203,29 @@ class Puts:
             part: Sources = {}
             for key, source in zip(keys[offered:end], sources[offered:end], strict=True):
                 part.setdefault(key, source)
-            if not part or not await self._portion(
-                part, name, withdrawn, wait=wait, durable=durable
-            ):
+            if not part or not await self._portion(call, part):
                 break
-            if durable:
+            if call.durable:
                 self._core.save_first(part)
             here += part
             offered = end
 
-    async def _end_of(self, reads: Collection[bytes]) -> None:
-        """Wait until these chunks have been read from their tiers; not longer than for room."""
+    async def _lost(
+        self, call: _Call, keys: Sequence[bytes], sources: Sequence[npt.NDArray[np.uint8]]
+    ) -> Sources:
+        """Wait until chunks are read, `deadline` at most; returns those that could not be."""
+        # What stands behind a gap does not count.
+        known = takewhile(lambda key: key in call.reads or self._is_there(key, call), keys)
+        reads = call.reads.intersection(known)
         end = time.monotonic() + self._deadline
-        era = self._core.era
-        while time.monotonic() < end and era == self._core.era and any(map(self._is_read, reads)):
+        while time.monotonic() < end and any(map(self._is_read, reads)):
             await self._driver.moved()
             self._driver.check_storing()
+        lost: Sources = {}
+        for key, source in zip(keys, sources, strict=True):
+            if key in reads and not self._is_there(key, call):
+                lost.setdefault(key, source)
+        return lost
 
     async def save(self, keys: Sequence[bytes]) -> int:
         """Copy those of `keys` that are here to the first tier; returns how many it has, in order.
@@ -249,9 +262,19 @@ class Puts:
         chunk = self._core.chunks.get(key)
         return chunk is not None and chunk.state == FILLING and chunk.stored_by is None
 
-    def _is_there(self, key: bytes, own: bool) -> bool:
+    def _is_there(self, key: bytes, call: _Call) -> bool:
         """Whether no room is needed for the chunk."""
-        return self._is_read(key) or self.has(key, own=own)
+        return self._is_read(key) or self.has(key, own=call.durable)
+
+    def _lacking(self, call: _Call, keys: Iterable[bytes]) -> dict[bytes, None]:
+        """Those of `keys` that need room; notes which of the others are being read."""
+        lacking: dict[bytes, None] = {}
+        for key in keys:
+            if self._is_read(key):
+                call.reads.add(key)
+            elif not self.has(key, own=call.durable):
+                lacking[key] = None
+        return lacking
 
     def _rows_for(self, keys: Sequence[bytes]) -> int:
         """Return the rows that are not pinned by keys other than `keys`."""
@@ -259,25 +282,16 @@ class Puts:
 
     def _withdraw(self, keys: Collection[bytes]) -> None:
         """Let no put under way store these keys, also those that wait for their turn."""
-        for one in self._withdrawn:
-            one.update(keys)
+        for call in self._calls:
+            call.withdrawn.update(keys)
 
-    async def _portion(
-        self,
-        chunks: Sources,
-        name: str,
-        withdrawn: Collection[bytes],
-        *,
-        wait: bool,
-        durable: bool,
-    ) -> bool:
+    async def _portion(self, call: _Call, chunks: Sources) -> bool:
         """Store a part that fits in host memory; False if some of it found no room in time."""
         left = dict.fromkeys(chunks)
         since = time.monotonic()
-        era = self._core.era
         turn = self._turns.setdefault(self._core.owner(list(chunks)), asyncio.Lock())
         try:
-            async with asyncio.timeout(self._ceiling if wait else 0.0):
+            async with asyncio.timeout(self._ceiling if call.wait else 0.0):
                 await turn.acquire()
         except TimeoutError:
             return False
@@ -285,15 +299,16 @@ class Puts:
         try:
             while True:
                 now = self._driver.begin()
-                if era != self._core.era:
+                if call.era != self._core.era:
                     return False
-                left = {key: None for key in left if key not in withdrawn}
+                left = {key: None for key in left if key not in call.withdrawn}
                 if told:
-                    left = dict.fromkeys(key for key in left if not self._is_there(key, durable))
+                    left = self._lacking(call, left)
                 if not left:
                     return True
                 # Chunks that this call has stored and others have displaced are not stored again.
                 pool = self._core.chunks
+                withdrawn = call.withdrawn
                 offered = [k for k in chunks if (k in left or k in pool) and k not in withdrawn]
                 hidden = self._core.hidden
                 if told and all(key in pool or key in hidden for key in left):
@@ -301,14 +316,12 @@ class Puts:
                     # again and again is written to an exclusive tier again and again.
                     grant = None
                 else:
-                    grant = self._core.prepare_store(offered, name)
+                    grant = self._core.prepare_store(offered, call.name)
                     told = told or grant is not None
                 self._driver.flush()
                 if grant is not None:
                     ended = {*grant.keys, *grant.declined}
-                    left = dict.fromkeys(
-                        k for k in left if k not in ended and not self._is_there(k, durable)
-                    )
+                    left = self._lacking(call, (key for key in left if key not in ended))
                     done = not left
                     if grant.keys:
                         since = self._moved = now
@@ -317,12 +330,12 @@ class Puts:
                         turn.release()
                         mine = False
                     if grant.keys:
-                        await self._copy_in(grant.keys, grant.rows, chunks, name, durable=durable)
+                        await self._copy_in(call, grant.keys, grant.rows, chunks)
                     if done:
                         return True
                     if grant.keys:
                         continue
-                if not wait:
+                if not call.wait:
                     # A store that would fit later is offered again, to get what fits now.
                     if again:
                         return False
@@ -336,7 +349,7 @@ class Puts:
                 turn.release()
 
     async def _copy_in(
-        self, keys: list[bytes], rows: list[int], sources: Sources, name: str, *, durable: bool
+        self, call: _Call, keys: list[bytes], rows: list[int], sources: Sources
     ) -> None:
         array = self._region.array
 
@@ -351,8 +364,8 @@ class Puts:
             await run_copy(copy, len(keys) * sources[keys[0]].size, self._threads)
             ok = True
         finally:
-            self._core.complete_store(keys, name, ok, era)
-            if durable and ok and era == self._core.era:
+            self._core.complete_store(keys, call.name, ok, era)
+            if call.durable and ok and era == self._core.era:
                 # They may not leave before they are copied, though a peer keeps them.
                 self._core.save_first(keys)
             self._driver.pump()

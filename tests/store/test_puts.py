@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import itertools
 import threading
+import time
 from collections.abc import Callable, Coroutine, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -375,6 +377,45 @@ async def test_a_put_amid_a_read_that_fails_stores_its_own_bytes(
     if durable:
         async with open_store(rows=8, disk=64) as store:
             assert await contents(store, keys) == payloads(keys)
+
+
+@pytest.mark.parametrize("fails", ["while it waits for room", "while it copies"])
+async def test_a_read_that_fails_before_a_put_has_ended_loses_nothing(
+    open_store: Open, fails: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    keys, size = keys_of("a", 6), 2 * COPY_INLINE_BYTES
+    async with open_store(rows=8, disk=64, chunk_bytes=size) as store:
+        assert await store.put(keys[:2], payloads(keys[:2], size), durable=True) == 2
+    gate = asyncio.Event()
+
+    async def in_vain(self: DiskTier, keys: list[bytes], *rest: Any) -> Transfer:
+        await gate.wait()
+        return Transfer([False] * len(keys), error=None)
+
+    monkeypatch.setattr(DiskTier, "read", in_vain)
+    copyto = np.copyto
+
+    def slowly(*args: Any) -> None:
+        time.sleep(0.02)
+        copyto(*args)
+
+    async with open_store(rows=8, disk=64, chunk_bytes=size) as store:
+        others = keys_of("b", 6)
+        assert await store.put(others, payloads(others, size)) == 6
+        assert store.prefetch(keys[:2]) == 2
+        await until_async(lambda: any(key in store._core.chunks for key in keys))
+        monkeypatch.setattr(np, "copyto", slowly)
+        async with contextlib.AsyncExitStack() as leased:
+            if fails == "while it waits for room":
+                await leased.enter_async_context(store.get(others))
+            put = asyncio.create_task(store.put(keys, payloads(keys, size)))
+            await asyncio.sleep(0.03)
+            assert not put.done()
+            gate.set()
+            await until_async(lambda: not all(store.contains(keys[:2])) or put.done())
+        assert await asyncio.wait_for(put, PATIENCE) == 6
+        async with store.get(keys) as chunks:
+            assert [bytes(chunk) for chunk in chunks] == payloads(keys, size)
 
 
 async def test_a_put_that_waits_for_a_read_holds_up_no_other_and_stores_the_rest(
