@@ -69,7 +69,7 @@ class Recorder:
         """Requests that were not recorded because the queue was full or they were too long."""
         self._queue: deque[tuple[float, Keys]] = deque()
         self._writing = 0
-        """Requests of which records were made last."""
+        """Requests whose records are being written."""
         # Keys that were queued, and keys that were written or dropped; one thread counts each.
         self._came = self._went = 0
         self._ended = False
@@ -150,12 +150,12 @@ class Recorder:
                 written = await handle.write(view)
                 self._size += written
                 view = view[written:]
+            self._writing = 0
 
     def _encode(self) -> bytearray:
         """Encode the oldest requests of the queue, as many as one call writes."""
         most = min(MOST_AT_ONCE, self._limit // 2 - len(self._header))
         records = bytearray()
-        self._writing = 0
         while self._queue:
             seconds, chains = self._queue[0]
             record = encode_request(seconds, chains)
