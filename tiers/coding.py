@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from copy import copy
 
 from kvstore.tiers.codec import Codec
 from kvstore.tiers.pages import Scratch
@@ -39,6 +40,12 @@ class Coder:
         if sealer is None and codec is None:
             return None
         return cls(sealer, codec, chunk_bytes)
+
+    def begun(self) -> Coder:
+        """Return the coder for what begins to be written now: see `Sealer.begun`."""
+        coder = copy(self)
+        coder.sealer = None if self.sealer is None else self.sealer.begun()
+        return coder
 
     def encode(self, key: bytes, epoch: int, row: memoryview, out: memoryview) -> bytes:
         """Write the payload of the chunk in `row` to `out`; returns its seal, if it has one."""

@@ -4,6 +4,8 @@ They come from a file, an environment variable or a function (a hook of a key ma
 In each a tenant's name stands with its keys, the newest first; "*" are the keys of all others. The
 newest key encrypts, the older ones still decrypt. What is taken out is forgotten: nobody can read
 its chunks any more.
+
+This module is long because whatever reads, keeps or writes a secret stands here.
 """
 
 from __future__ import annotations
@@ -64,6 +66,10 @@ class Secret(NamedTuple):
     material: bytes
 
 
+Owned = tuple[Mapping[bytes, Sequence[Secret]], ...]
+"""Secrets by the tags of tenants."""
+
+
 class KeyRing:
     """The keys of all tenants, as their source has them now.
 
@@ -98,15 +104,30 @@ class KeyRing:
         self._others: Sequence[Secret] = ()
         # Of tenants whose keys were forgotten while there may be chunks of theirs in host memory:
         # nobody else has these, so what is sealed with them is gone, too.
-        self._nobodys: dict[bytes, Sequence[Secret]] = {}
+        self._nobodys: Mapping[bytes, Sequence[Secret]] = {}
         self._untold: set[bytes] = set()
         # Before the keys are read: a change in between is seen by the next look.
         self._version = self._read.version()
         self._take(self._read())
 
-    def newest(self, key: bytes) -> Secret:
-        """Return the secret with which the chunk of `key` is to be encrypted."""
-        return self._of(key)[0]
+    @property
+    def owned(self) -> Owned:
+        """The keys that tenants have of their own now, for `newest`."""
+        return self._by_tag, self._nobodys
+
+    def newest(self, key: bytes, before: Owned = ()) -> Secret:
+        """Return the secret with which the chunk of `key` is to be encrypted.
+
+        Args:
+            before: what was `owned` when its writing began: a chunk of whoever had a key of its own
+                then is never encrypted with those of all others.
+        """
+        self.poll()
+        tag = key[: self.tag_bytes]
+        for owned in (*self.owned, *before):
+            if secrets := owned.get(tag):
+                return secrets[0]
+        return self._others[0]
 
     def find(self, key: bytes, key_id: bytes) -> Secret | None:
         """Return the secret of this id, if it is one of those for the chunk of `key`.
@@ -138,8 +159,7 @@ class KeyRing:
         self._untold.difference_update(told)
 
         def settle() -> None:
-            for tag in told:
-                self._nobodys.pop(tag, None)
+            self._nobodys = {tag: its for tag, its in self._nobodys.items() if tag not in told}
 
         return Changes(forgotten=told, on_taken=settle)
 
@@ -216,7 +236,7 @@ class KeyRing:
         forgotten = self._by_tag.keys() - by_tag.keys()
         for tag in forgotten:
             material = token_bytes(KEY_BYTES)
-            self._nobodys[tag] = [Secret(id_of(material), material)]
+            self._nobodys = {**self._nobodys, tag: [Secret(id_of(material), material)]}
         self._untold |= forgotten
         self._by_tag, self._others = by_tag, parsed[ALL]
         # Last: who sees that they have changed has to see how.

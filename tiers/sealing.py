@@ -15,11 +15,12 @@ from __future__ import annotations
 import hmac
 import os
 from collections.abc import Mapping
+from copy import copy
 from hashlib import sha256
 from typing import Any
 
 from kvstore.errors import ConfigError
-from kvstore.tiers.keys import ID_BYTES, KeyRing, Secret
+from kvstore.tiers.keys import ID_BYTES, KeyRing, Owned, Secret
 from kvstore.tiers.pages import Scratch
 
 try:
@@ -53,6 +54,7 @@ class Sealer:
 
     Attributes:
         scratch: memory for sealed payloads.
+        before: keys that tenants had when the writing began: see `KeyRing.newest`.
 
     Args:
         keys: of the tenants.
@@ -70,10 +72,17 @@ class Sealer:
         self._keys = keys
         self._place = _LABEL + sha256(place.encode()).digest()
         self.scratch = Scratch()
+        self.before: Owned = ()
+
+    def begun(self) -> Sealer:
+        """Return the sealer for what begins to be written now, with the keys that there are."""
+        sealer = copy(self)
+        sealer.before = self._keys.owned
+        return sealer
 
     def seal(self, key: bytes, epoch: int, payload: memoryview, out: memoryview) -> bytes:
         """Encrypt `payload` into `out`, which may be the same memory; returns the seal."""
-        secret = self._keys.newest(key)
+        secret = self._keys.newest(key, self.before)
         nonce = secret.id + os.urandom(NONCE_BYTES - ID_BYTES)
         cipher = self._cipher(secret, key, epoch, nonce, None).encryptor()
         _run(cipher, payload, out)

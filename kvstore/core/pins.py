@@ -60,7 +60,8 @@ class Pins:
         self._ends: list[tuple[float, int, list[bytes]]] = []
         self._listed = 0
         # Keys that yield, the latest end first; how many; and keys that never yield.
-        self._yielding: list[tuple[float, int, list[bytes]]] = []
+        # By whose the keys are: nobody gives way to others.
+        self._yielding: dict[int, list[tuple[float, int, list[bytes]]]] = {}
         self._may_yield = 0
         self._firm: set[bytes] = set()
         self._numbers = itertools.count()
@@ -101,7 +102,7 @@ class Pins:
             How many leading keys are pinned; the rest are beyond the limit of every place.
         """
         if yields:
-            self._give_way(sum(key not in self._until for key in keys), until)
+            self._give_way([key for key in keys if key not in self._until], until)
         pinned: list[bytes] = []
         for key in keys:
             before = self._until.get(key)
@@ -182,18 +183,18 @@ class Pins:
         """Forget everything."""
         for each in (self._until, self._held, self._expected, self._over, self._firm):
             each.clear()
-        for heap in (self._ends, self._yielding):
-            heap.clear()
+        self._ends.clear()
+        self._yielding.clear()
         self._listed = self._may_yield = 0
 
-    def _give_way(self, count: int, until: float) -> None:
-        """End pins that yield and end after `until`, tails first, so that `count` find room."""
-        yielding = self._yielding
-        short = count - (self._most - len(self._until))
+    def _give_way(self, keys: Sequence[bytes], until: float) -> None:
+        """End pins that yield and end after `until`, tails first, so that `keys` find room."""
+        short = len(keys) - (self._most - len(self._until))
+        yielding = self._yielding.get(self._owner(keys), [])
         while short > 0 and yielding and -yielding[0][0] > until:
-            latest, number, keys = heapq.heappop(yielding)
-            self._may_yield -= len(keys)
-            its = self._still_yielding(-latest, keys)
+            latest, number, its = heapq.heappop(yielding)
+            self._may_yield -= len(its)
+            its = self._still_yielding(-latest, its)
             kept = its[: max(0, len(its) - short)]
             short -= self.end(its[len(kept) :])
             if kept:
@@ -201,20 +202,29 @@ class Pins:
                 self._may_yield += len(kept)
 
     def _yield_later(self, until: float, keys: list[bytes]) -> None:
-        heapq.heappush(self._yielding, (-until, next(self._numbers), keys))
+        mine = self._yielding.setdefault(self._owner(keys), [])
+        heapq.heappush(mine, (-until, next(self._numbers), keys))
         self._may_yield += len(keys)
         if self._may_yield <= MOST_LISTED * len(self._until) + MOST_ENDS:
             return
         # Most of them have ended, or end later now.
         listed: set[bytes] = set()
-        fresh: list[tuple[float, int, list[bytes]]] = []
-        for latest, number, its in self._yielding:
-            rest = [key for key in self._still_yielding(-latest, its) if key not in listed]
-            listed.update(rest)
-            if rest:
-                fresh.append((latest, number, rest))
-        heapq.heapify(fresh)
-        self._yielding, self._may_yield = fresh, len(listed)
+        for owner, heap in list(self._yielding.items()):
+            fresh: list[tuple[float, int, list[bytes]]] = []
+            for latest, number, its in heap:
+                rest = [key for key in self._still_yielding(-latest, its) if key not in listed]
+                listed.update(rest)
+                if rest:
+                    fresh.append((latest, number, rest))
+            heapq.heapify(fresh)
+            self._yielding[owner] = fresh
+            if not fresh:
+                del self._yielding[owner]
+        self._may_yield = len(listed)
+
+    def _owner(self, keys: Sequence[bytes]) -> int:
+        """Return a number for whose these keys of one request are."""
+        return self._pool.policy.owner_of(keys[0]) if keys else 0
 
     def _still_yielding(self, until: float, keys: list[bytes]) -> list[bytes]:
         """Return those of `keys` that still yield and whose pins end then."""

@@ -226,7 +226,7 @@ def test_a_key_that_is_pinned_again_and_again_costs_no_memory() -> None:
         rig.core._pins.begin(A, rig.now + 1000.0)
         rig.core._pins.begin(A, rig.now + 1000.0, yields=True)
     assert len(rig.core._pins._ends) < 1000
-    assert len(rig.core._pins._yielding) < 1000
+    assert sum(map(len, rig.core._pins._yielding.values())) < 1000
 
 
 def test_pins_that_yield_give_way_to_those_that_end_sooner_tails_first() -> None:

@@ -6,6 +6,7 @@ import asyncio
 import json
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -18,8 +19,10 @@ from kvstore.errors import ConfigError, KVStoreError
 from kvstore.maintenance.bundle import export_bundle, import_bundle
 from kvstore.maintenance.offline import compact
 from kvstore.maintenance.survey import Progress, survey, verify
-from kvstore.tiers.keys import Secret, id_of, parse_keys, read_keys, write_keys
-from tests.patience import PATIENCE
+from kvstore.tiers.coding import Coder
+from kvstore.tiers.keys import ID_BYTES, Secret, id_of, parse_keys, read_keys, write_keys
+from kvstore.tiers.sealing import TAG_BYTES
+from tests.patience import PATIENCE, until_async
 from tests.store.support import contents, keys_of, payload, payloads, small
 from tests.tools.support import command
 
@@ -169,6 +172,46 @@ async def test_what_is_in_host_memory_of_a_tenant_that_is_forgotten_goes_nowhere
         ]
         assert [await contents(store, [key]) for key in ALICE[3:]] == [[]] * (len(ALICE) - 3)
         assert await contents(store, BOB) == payloads(BOB)
+
+
+@pytest.mark.parametrize("kind", ["disk", "store"])
+async def test_what_is_being_written_when_a_tenant_is_forgotten_is_under_no_key_of_others(
+    tmp_path: Path, keys_file: Path, monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    """A write may wait for its thread until the tenant's chunks have left host memory."""
+    monkeypatch.setattr("kvstore.tiers.keys.LOOK_SECONDS", 0.01)
+    others = parse_keys(read_keys(keys_file), "")["*"]
+    gate, waits = threading.Event(), threading.Event()
+    seals: list[bytes] = []
+    rings: list[Any] = []
+    real = Coder.encode
+
+    def held(self: Coder, *args: Any) -> bytes:
+        rings.append(self.sealer and self.sealer.keys)
+        waits.set()
+        assert gate.wait(PATIENCE)
+        seals.append(real(self, *args))
+        return seals[-1]
+
+    monkeypatch.setattr(Coder, "encode", held)
+    its = config(tmp_path / "kv", keys_file)
+    if kind == "store":
+        its["tiers"] = [{"type": "object", "url": (tmp_path / "kv").as_uri(), "timeout_s": 60}]
+    async with kvstore.open(its) as store:
+        assert await store.put(ALICE[:2], payloads(ALICE[:2])) == 2
+        await until_async(waits.is_set)
+        assert command("keys", str(keys_file), "--forget", "alice").returncode == 0
+        await until_async(lambda: not any(store.contains(ALICE[:2])))
+        await until_async(lambda: not rings[0].owned[1])
+        gate.set()
+        await until_async(lambda: not store._core.in_flight)
+        assert seals
+        assert {seal[TAG_BYTES:][:ID_BYTES] for seal in seals}.isdisjoint(
+            secret.id for secret in others
+        )
+        # What she stores from now on is under the keys of all others.
+        assert await store.put(ALICE[:2], payloads(ALICE[:2]), durable=True) == 2
+        assert seals[-1][TAG_BYTES:][:ID_BYTES] == others[0].id
 
 
 async def test_a_running_store_takes_new_keys_and_drops_old_ones(

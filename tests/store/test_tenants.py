@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from pathlib import Path
 from typing import Any
 
@@ -83,6 +84,20 @@ async def test_a_flood_leaves_to_others_what_is_theirs(
         assert store.stats().tenants["alice"].tier_chunks >= 10 * (flow != "exclusive")
         await flood(store, "mallory", 60)
         assert await contents(store, keys) == payloads(keys)
+
+
+async def test_what_one_retains_ends_no_pin_of_another(open_store: Open) -> None:
+    """However short it is, and whether the chunks are there or not."""
+    theirs, mine = tenant_keys("alice", keys_of("a", 4)), tenant_keys("mallory", keys_of("m", 4))
+    async with open_store(rows=8, tenants={"alice": {}, "mallory": {}}) as store:
+        pins, now = store._core._pins, time.monotonic()
+        assert pins.begin(theirs, now + 600.0, yields=True) == 4
+        assert pins.begin(mine, now + 1.0, yields=True) == 0
+        assert all(map(pins.is_pinned, theirs))
+        # Of one's own those that end later give way.
+        sooner = tenant_keys("alice", keys_of("b", 2))
+        assert pins.begin(sooner, now + 10.0, yields=True) == 2
+        assert [pins.is_pinned(key) for key in theirs] == [True, True, False, False]
 
 
 async def test_what_another_pins_leaves_a_tenant_what_is_guaranteed_to_it(

@@ -5,6 +5,7 @@ A refused `open` leaves nothing behind: no thread, no descriptor, no locked lane
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import json
 import os
@@ -207,6 +208,26 @@ def test_a_folder_of_another_user_is_refused(public_folder: Path, child: StartCh
         message = other.line()
         assert message == f"PathUnusableError '{path}' cannot be used: Permission denied"
     assert other.end() == 0
+
+
+async def test_a_cache_beside_which_no_file_can_be_made_is_opened(
+    folder: Path, open_bench: OpenBench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on a file system without a free inode."""
+    keys = [key_of(number) for number in range(4)]
+    bench = open_bench()
+    await bench.store(keys, range(4))
+    await bench.close([(key, slot) for slot, key in enumerate(keys)])
+    real = os.open
+
+    def full(path: Any, flags: int, *rest: Any, **more: Any) -> int:
+        if flags & os.O_CREAT and "probe" in str(path):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
+        return real(path, flags, *rest, **more)
+
+    monkeypatch.setattr(os, "open", full)
+    again = open_bench()
+    assert await again.fetch(keys, range(4)) == [True] * 4
 
 
 def test_a_read_only_file_system_is_refused(

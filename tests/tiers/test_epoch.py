@@ -19,10 +19,11 @@ from kvstore.testing.bench import key_of
 from kvstore.tiers.disk import DiskTier
 from kvstore.tiers.disk.epoch import EPOCH_NAME, MAX_EPOCH, raise_epoch, read_epoch
 from kvstore.tiers.disk.io.buffered import BufferedIO
+from kvstore.tiers.disk.lane import LOCK_NAME
 from kvstore.tiers.disk.volume import Volume
 from tests.patience import PATIENCE, TOO_LONG
 from tests.tiers.conftest import OpenBench
-from tests.tiers.support import NAMESPACE, Child, bench_of, disk_of, lane_of
+from tests.tiers.support import NAMESPACE, SEGMENT, SLOTS, Child, bench_of, disk_of, lane_of
 
 KEYS = [key_of(number) for number in range(8)]
 
@@ -35,6 +36,14 @@ def space(folder: Path) -> Path:
 
 def test_a_namespace_without_the_file_is_in_epoch_0(space: Path) -> None:
     assert read_epoch(space) == 0
+
+
+def test_a_short_write_makes_no_other_epoch(space: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write, pwritev = os.write, os.pwritev
+    monkeypatch.setattr(os, "write", lambda fd, data: write(fd, bytes(data)[:1]))
+    monkeypatch.setattr(os, "pwritev", lambda fd, data, at: pwritev(fd, [bytes(data[0])[:1]], at))
+    assert raise_epoch(space, 12) == 0
+    assert read_epoch(space) == 12
 
 
 def test_an_epoch_only_rises(space: Path) -> None:
@@ -168,6 +177,25 @@ async def test_a_lane_that_is_newer_than_the_epoch_of_its_namespace_is_refused(
     (folder / NAMESPACE.name / EPOCH_NAME).unlink()
     with pytest.raises(ForeignFileError, match="epoch was lost, so nobody can tell"):
         open_bench()
+
+
+async def test_a_lane_that_is_newer_is_refused_before_a_smaller_capacity_costs_it_anything(
+    open_bench: OpenBench, folder: Path, space: Path
+) -> None:
+    bench = open_bench()
+    for _ in range(2):
+        assert (await bench.tier.grow())[0] is not None
+    assert await bench.tier.clear() is not None
+    await bench.store(KEYS[:1], [2 * SLOTS])
+    raise_epoch(space, 2)
+    await bench.tier.close([])
+    (space / EPOCH_NAME).unlink()
+    (lane_of(folder) / LOCK_NAME).unlink()
+    files = sorted(lane_of(folder).glob("segment-*"))
+    assert len(files) > 1
+    with pytest.raises(ForeignFileError, match="was lost, so nobody can tell"):
+        open_bench(capacity_bytes=SEGMENT)
+    assert sorted(lane_of(folder).glob("segment-*")) == files
 
 
 async def test_a_lost_epoch_is_noticed_by_a_lane_that_holds_no_newer_chunks(

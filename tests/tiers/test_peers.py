@@ -24,6 +24,7 @@ from kvstore.tiers.disk import DiskTier, PeerLanes, peers, watch
 from kvstore.tiers.disk import format as disk_format
 from kvstore.tiers.disk.descriptors import SPARE_DESCRIPTORS
 from kvstore.tiers.disk.io import IOBackend
+from kvstore.tiers.disk.io.base import read_bytes
 from kvstore.tiers.disk.places import Places
 from kvstore.tiers.disk.watch import IN_TURN, Watch
 from kvstore.types import Changes
@@ -295,6 +296,28 @@ async def test_a_lane_that_cannot_be_looked_at_costs_no_other_one(
     with monkeypatch.context() as patched:
         patched.setattr(watch, "lane_folders", fails)
         assert not await follower.look()
+    assert await follower.read(*KEYS[:4]) == [True] * 4
+
+
+@pytest.mark.usefixtures("prompt")
+async def test_a_segment_that_cannot_be_read_in_passing_is_followed_later(
+    open_bench: OpenBench, follow: Follow, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    follower = follow()
+    owner = open_bench()
+    await owner.store(KEYS[:4], range(4))
+
+    def fails(fd: int, size: int, offset: int) -> Any:
+        if not offset:
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        return read_bytes(fd, size, offset)
+
+    with monkeypatch.context() as patched:
+        patched.setattr("kvstore.tiers.disk.segment.read_bytes", fails)
+        for _ in range(3):
+            await follower.look()
+        assert not follower.entries
+    await follower.look()
     assert await follower.read(*KEYS[:4]) == [True] * 4
 
 

@@ -20,6 +20,7 @@ from pathlib import Path
 
 from kvstore.errors import ForeignFileError, PathUnusableError
 from kvstore.tiers.disk import namespace
+from kvstore.tiers.disk.io.base import write_whole
 from kvstore.tiers.disk.trust import sync_folder
 
 __all__ = ["EPOCH_NAME", "MAX_EPOCH", "lost_epoch", "raise_epoch", "read_epoch"]
@@ -118,7 +119,7 @@ def _write(folder: Path, epoch: int) -> None:
     temporary.unlink(missing_ok=True)
     fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
     try:
-        os.write(fd, b"%d\n" % epoch)
+        write_whole(fd, [memoryview(b"%d\n" % epoch)], 0)
         os.fsync(fd)
     finally:
         os.close(fd)

@@ -17,6 +17,7 @@ from kvstore.tiers.disk.descriptors import NO_DESCRIPTORS
 from kvstore.tiers.disk.epoch import lost_epoch
 from kvstore.tiers.disk.fault import Fault
 from kvstore.tiers.disk.format import ALIGN, Geometry, LiveRecords
+from kvstore.tiers.disk.index import read_index
 from kvstore.tiers.disk.io import IOBackend
 from kvstore.tiers.disk.lane import LOCK_NAME
 from kvstore.tiers.disk.segment import (
@@ -118,7 +119,11 @@ def recover(
         foreign = [Fault(str(path), None, "no file of a lane") for path in _other_files(folder)]
         unusable: list[Fault] = []
         by_warmth: list[tuple[int, int]] = []
-        for number, path in segment_files(folder):
+        files = segment_files(folder)
+        if epoch is not None and len(files) * geometry.file_bytes > capacity_bytes:
+            # Before any of them is removed.
+            _check_epoch(folder, namespace, epoch)
+        for number, path in files:
             try:
                 segment = Segment.open(path, namespace, geometry, backend, trust)
                 found[number] = _Found.of(segment, epoch, sealer)
@@ -139,7 +144,7 @@ def recover(
                 removed.append(segment.path.name)
         newest = max((one.newest for one in found.values()), default=0)
         if epoch is not None and newest > epoch:
-            raise ForeignFileError(f"{folder}: {lost_epoch(folder.parent, newest, epoch)}")
+            raise _lost(folder, newest, epoch)
         faults: list[Fault] = []
         room = capacity_bytes - _bytes_of(foreign + unusable, geometry.file_bytes)
         room -= sum(one.held_bytes for one in found.values())
@@ -252,6 +257,26 @@ class _Found:
         # What stays is never served, and the rest of the segment is as good as any.
         with contextlib.suppress(OSError):
             self.segment.index.erase_slots(self.records.damaged)
+
+
+def _check_epoch(folder: Path, namespace: str, epoch: int) -> None:
+    """
+    Raises:
+        ForeignFileError: if a segment has chunks of a newer epoch.
+    """
+    for _, path in segment_files(folder):
+        with contextlib.suppress(ForeignFileError, OSError):
+            header, live, _ = read_index(path)
+            newest = int(live.records["epoch"].max(initial=0))
+            if header.namespace == namespace and newest > epoch:
+                break
+    else:
+        return
+    raise _lost(folder, newest, epoch)
+
+
+def _lost(folder: Path, newest: int, epoch: int) -> ForeignFileError:
+    return ForeignFileError(f"{folder}: {lost_epoch(folder.parent, newest, epoch)}")
 
 
 def _close(found: Mapping[int, _Found]) -> None:

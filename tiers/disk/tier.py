@@ -302,6 +302,7 @@ class DiskTier(Tier):
         self, keys: Sequence[bytes], slots: Sequence[int], rows: Sequence[int]
     ) -> Transfer:
         job = Job(keys, slots, rows, [False] * len(keys), load=False, sequence=self._sequence)
+        job.coder = None if self._coder is None else self._coder.begun()
         self._sequence += len(keys)
         return await self._move(job)
 

@@ -26,6 +26,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from kvstore.errors import PathUnusableError
+from kvstore.tiers.disk.io.base import NO_ROOM
 
 __all__ = ["ANYBODYS", "STRICT", "Trust", "make_folder", "open_folder", "sync_folder"]
 
@@ -171,7 +172,12 @@ def make_folder(folder: Path, trust: Trust, *, own: bool) -> None:
             os.close(os.open(".", os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC, dir_fd=place))
             probe = f".probe-{os.getpid()}-{secrets.token_hex(4)}"
             flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
-            os.close(os.open(probe, flags, 0o600, dir_fd=place))
+            try:
+                os.close(os.open(probe, flags, 0o600, dir_fd=place))
+            except OSError as error:
+                # What is there can be served, and what is not is refused later.
+                if error.errno not in NO_ROOM:
+                    raise
             # Who owns the lane removes probes that it finds there.
             with contextlib.suppress(FileNotFoundError):
                 os.unlink(probe, dir_fd=place)

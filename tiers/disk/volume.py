@@ -72,7 +72,8 @@ class Job:
     """Blocks to be moved; `slots` are those of the volume. Its threads fill in `ok`, and
     `unread`: the places of those that could not be read, and may be whole.
 
-    `sequence` is that of the first record written; a job takes as many as it has keys.
+    `sequence` is that of the first record written; a job takes as many as it has keys. `coder` is
+    that of chunks that are written.
     """
 
     keys: Sequence[bytes]
@@ -81,6 +82,7 @@ class Job:
     ok: list[bool]
     load: bool
     sequence: int = 0
+    coder: Coder | None = None
     unread: set[int] = field(default_factory=set)
 
 
@@ -267,7 +269,7 @@ class Volume:
             moving = (
                 Reading(self.backend, extents, self.coder)
                 if job.load
-                else Writing(self.backend, extents, sequence, self.coder)
+                else Writing(self.backend, extents, sequence, job.coder)
             )
             if moving.waits:
                 yield

@@ -10,6 +10,7 @@ this process's epoch are decoded.
 from __future__ import annotations
 
 import contextlib
+import errno
 import logging
 import os
 import time
@@ -32,6 +33,8 @@ from kvstore.tiers.disk.volume import Volume
 from kvstore.types import about
 
 __all__ = ["SLOTS_PER_SEGMENT", "Watch", "Watched"]
+
+NOT_ALLOWED = (errno.EACCES, errno.EPERM)
 
 logger = logging.getLogger("kvstore.disk")
 
@@ -198,8 +201,10 @@ class Watch:
         for count, name in enumerate(names, 1):
             try:
                 yield from self._look_at(folder, name, lane)
-            except ForeignFileError:
-                pass
+            except ForeignFileError as error:
+                # One that others may not read stays so; other errors may pass.
+                cause = error.__cause__
+                whole &= not isinstance(cause, OSError) or cause.errno in NOT_ALLOWED
             except OSError:
                 whole = False
             if count % STEP_SEGMENTS == 0:

@@ -215,7 +215,8 @@ class StoreTier(Tier):
     async def write(
         self, keys: Sequence[bytes], slots: Sequence[int], rows: Sequence[int]
     ) -> Transfer:
-        done = await self._in_batches(self._write, keys, rows)
+        coder = self._coder and self._coder.begun()
+        done = await self._in_batches(partial(self._write, coder), keys, rows)
         done.removed = self._sweeper.tell_removed()
         done.error = done.error or self._sweeper.tell_fault()
         return done
@@ -261,7 +262,6 @@ class StoreTier(Tier):
     async def close(self, coldest_first: Sequence[tuple[bytes, int]]) -> None:
         with contextlib.suppress(StoreError):
             await self._loop.run(self._close())
-        # The client is closed, so this does not wait long.
         self._loop.end()
 
     def detach(self) -> None:
@@ -345,9 +345,9 @@ class StoreTier(Tier):
         return None if sealer.open(key, 0, proof, payload) else WRONG
 
     async def _write(
-        self, keys: Sequence[bytes], chunks: Sequence[memoryview], order: int
+        self, coder: Coder | None, keys: Sequence[bytes], chunks: Sequence[memoryview], order: int
     ) -> list[str | None]:
-        named, seed, coder = (keys, chunks, self._names(keys)), self._seed, self._coder
+        named, seed = (keys, chunks, self._names(keys)), self._seed
         replaced = False
 
         def put(client: StoreClient) -> Coroutine[Any, Any, list[str | None]]:

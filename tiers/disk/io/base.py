@@ -182,6 +182,10 @@ def read_bytes(fd: int, size: int, offset: int) -> bytes:
     return whole
 
 
+NO_ROOM = (errno.ENOSPC, errno.EDQUOT)
+"""What a full disk says, in its words."""
+
+
 def write_whole(fd: int, buffers: Sequence[memoryview], offset: int) -> None:
     """``pwritev`` until all buffers are written."""
     total = sum(len(buffer) for buffer in buffers)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import errno
 import logging
 import mmap
 import os
@@ -13,7 +12,7 @@ from pathlib import Path
 
 from kvstore.errors import ConfigError
 from kvstore.tiers.disk.io.aio import AioIO
-from kvstore.tiers.disk.io.base import IOBackend, IORequest
+from kvstore.tiers.disk.io.base import NO_ROOM, IOBackend, IORequest
 from kvstore.tiers.disk.io.buffered import BufferedIO
 from kvstore.tiers.disk.io.direct import DirectIO
 from kvstore.tiers.disk.io.mapped import MappedIO
@@ -71,6 +70,7 @@ def _try(make: Callable[[], IOBackend], folder: Path) -> tuple[IOBackend, None] 
     """Write and read one page as the tier does: the backend, or what went wrong."""
     path = folder / f".probe-{os.getpid()}-{secrets.token_hex(4)}"
     page = mmap.mmap(-1, 2 * mmap.PAGESIZE)
+    backend: IOBackend | None = None
     try:
         backend = make()
         os.close(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600))
@@ -80,9 +80,6 @@ def _try(make: Callable[[], IOBackend], folder: Path) -> tuple[IOBackend, None] 
                 out[:5] = b"probe"
                 (written,) = backend.write_all([IORequest(fd, [out], 0)])
                 if isinstance(written, OSError):
-                    # A full disk says nothing about the backend: what is there can be served.
-                    if written.errno in (errno.ENOSPC, errno.EDQUOT):
-                        return backend, None
                     raise written
                 (read,) = backend.read_all([IORequest(fd, [back], 0)])
                 if isinstance(read, OSError):
@@ -92,7 +89,9 @@ def _try(make: Callable[[], IOBackend], folder: Path) -> tuple[IOBackend, None] 
         finally:
             backend.close(fd)
     except OSError as error:
-        return None, error.strerror or str(error)
+        # A full disk says nothing about the backend: what is there can be served.
+        if backend is None or error.errno not in NO_ROOM:
+            return None, error.strerror or str(error)
     finally:
         path.unlink(missing_ok=True)
         # After a call that failed halfway its error still refers to a part of the page.
