@@ -33,10 +33,13 @@ def sparse(rate: float = 1000.0, segments: int = 4, live: int = 2, **options: An
     return rig
 
 
-def compact(rig: Rig, steps: int = 200, failed: Any = (), rotten: Any = ()) -> list[Move]:
+def compact(
+    rig: Rig, steps: int = 200, failed: Any = (), rotten: Any = (), unlisted: Any = ()
+) -> list[Move]:
     """Let time pass; every move of compaction ends at once. Returns those moves.
 
-    Chunks that are `failed` cannot be copied, those that are `rotten` are not what they were.
+    Chunks that are `failed` cannot be copied, those that are `rotten` are not what they were, and
+    the records of those that are `unlisted` are damaged.
     """
     moves: list[Move] = []
     tier = rig.owned()
@@ -48,7 +51,7 @@ def compact(rig: Rig, steps: int = 200, failed: Any = (), rotten: Any = ()) -> l
             moves.append(move)
             rig.moves.remove(move)
             found = [(key, slot) for key, slot in tier.entries.items()]
-            its = [(k, s) for k, s in found if s // SLOTS == move.segment]
+            its = [(k, s) for k, s in found if s // SLOTS == move.segment and k not in unlisted]
             ok = [key not in failed and key not in rotten for key in move.keys]
             error = None if all(ok) else "injected"
             listed = its if move.op is Op.LIST else []
@@ -71,6 +74,29 @@ def test_sparse_segments_are_emptied_and_given_back() -> None:
     gone = {move.segment for move in moves if move.op is Op.SHRINK}
     assert not any(slot // SLOTS in gone for slot in tier.entries.values())
     assert tier.slots.free == 2 * SLOTS - len(before)
+
+
+def test_a_chunk_that_cannot_be_copied_keeps_no_other_segment_from_being_emptied() -> None:
+    rig = sparse(segments=6)
+    before = dict(rig.owned().entries)
+    (bad,) = chain("s0", 1)
+    compact(rig, steps=3000, failed={bad})
+    tier = rig.owned()
+    assert tier.slots.segments == 3
+    assert tier.entries[bad] == before[bad], "it is tried again, after others"
+    assert set(tier.entries) == set(before)
+
+
+def test_a_damaged_chunk_leaves_with_its_segment() -> None:
+    """Its tier does not list it."""
+    rig = sparse(segments=4)
+    before = set(rig.owned().entries)
+    (bad,) = chain("s0", 1)
+    compact(rig, unlisted={bad})
+    tier = rig.owned()
+    assert tier.slots.segments == 2
+    assert set(tier.entries) == before - {bad}
+    assert rig.stats.tiers[0].corrupt == 1
 
 
 def test_slots_that_are_set_aside_do_not_keep_a_segment() -> None:

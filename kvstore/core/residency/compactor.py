@@ -94,6 +94,8 @@ class Compactor:
         """Chunks of the victim that the tier does not list; None: not known."""
         self._settled: set[int] = set()
         """Segments whose chunks are in order."""
+        self._stuck: set[int] = set()
+        """Sparse segments that could not be emptied: others are tried before them."""
         self._rewrites: deque[int] = deque()
         self._tries: Counter[int] = Counter()
         self.unrewritten = 0
@@ -198,8 +200,7 @@ class Compactor:
             self._rewriting = True
             move = self._begin(self._rewrites[0])
         elif self._groups is None:
-            choose = self._slots.surplus_segment
-            move = self._begin(choose() if surplus else self._slots.sparse_segment(SPARSE))
+            move = self._begin(self._slots.surplus_segment() if surplus else self._sparse())
         else:
             move = self._begin_next(self._groups)
         self._under_way = move is not None
@@ -232,6 +233,7 @@ class Compactor:
         self._end()
         self._under_way = False
         self._groups, self._settled = None, set()
+        self._stuck.clear()
         self.rewrite(())
 
     def close(self) -> None:
@@ -275,6 +277,13 @@ class Compactor:
         self._slots.retire(victim)
         return self._list()
 
+    def _sparse(self) -> int | None:
+        """Return a segment that is worth emptying."""
+        found = self._slots.sparse_segment(SPARSE, self._stuck)
+        if found is None:
+            self._stuck.clear()
+        return found
+
     def _list(self) -> Move:
         self._looks += 1
         return self._move(Op.LIST, segment=self._victim)
@@ -310,9 +319,9 @@ class Compactor:
             return self._copy_out(now)
         if not self._emptied:
             if not self._slots.is_empty(self._victim):
-                if self._shrinks or self._rewriting:
-                    return self._clear_rest()
                 # It still has chunks that the tier did not list, as their records are damaged.
+                if self._groups is None:
+                    return self._clear_rest()
                 self._give_up(now)
                 return None
             self._emptied = True
@@ -431,6 +440,8 @@ class Compactor:
             if self._tries[self._victim] >= TRIES and self._victim in self._rewrites:
                 self._rewrites.remove(self._victim)
                 self.unrewritten += 1
+        elif self._groups is None:
+            self._stuck.add(self._victim)
         self._stop()
 
     def _stop(self) -> None:

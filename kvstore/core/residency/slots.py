@@ -413,16 +413,19 @@ class Slots:
 
     # -- emptying a segment ----------------------------------------------------------
 
-    def sparse_segment(self, most: float) -> int | None:
+    def sparse_segment(self, most: float, passed_over: Collection[int] = ()) -> int | None:
         """Return the segment that holds the fewest chunks, if there is enough room without it.
 
         Args:
             most: the share of its slots that may be in use.
+            passed_over: segments that do not count.
         """
         if len(self._segments) <= len(self._stripes):
             return None
         size = self.segment_slots
-        victim = max(self._segments, key=self._free_in)
+        victim = self.emptiest_segment(passed_over)
+        if victim is None:
+            return None
         its_free = self._free_in(victim)
         live = size - its_free - self._aside_in(victim)
         # Half a segment beyond the point at which the tier would grow again.
