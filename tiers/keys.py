@@ -97,6 +97,7 @@ class KeyRing:
         self.tag_bytes = 0 if tag_of is None else len(tag_of(ALL))
         self._read = _reader(source)
         self._looking, self._reading = threading.Lock(), threading.Lock()
+        self._changing = threading.Lock()  # For a moment only.
         self._complained = False
         self._began = 0.0
         self._due = time.monotonic() + LOOK_SECONDS
@@ -159,7 +160,9 @@ class KeyRing:
         self._untold.difference_update(told)
 
         def settle() -> None:
-            self._nobodys = {tag: its for tag, its in self._nobodys.items() if tag not in told}
+            gone = set(told)
+            with self._changing:
+                self._nobodys = {t: its for t, its in self._nobodys.items() if t not in gone}
 
         return Changes(forgotten=told, on_taken=settle)
 
@@ -234,9 +237,10 @@ class KeyRing:
         changed = (by_tag, parsed[ALL]) != (self._by_tag, self._others)
         # First: from one moment to the next they are sealed with another key.
         forgotten = self._by_tag.keys() - by_tag.keys()
-        for tag in forgotten:
-            material = token_bytes(KEY_BYTES)
-            self._nobodys = {**self._nobodys, tag: [Secret(id_of(material), material)]}
+        fresh = {tag: token_bytes(KEY_BYTES) for tag in forgotten}
+        nobodys = {tag: [Secret(id_of(its), its)] for tag, its in fresh.items()}
+        with self._changing:
+            self._nobodys = {**self._nobodys, **nobodys}
         self._untold |= forgotten
         self._by_tag, self._others = by_tag, parsed[ALL]
         # Last: who sees that they have changed has to see how.

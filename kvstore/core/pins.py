@@ -190,7 +190,7 @@ class Pins:
     def _give_way(self, keys: Sequence[bytes], until: float) -> None:
         """End pins that yield and end after `until`, tails first, so that `keys` find room."""
         short = len(keys) - (self._most - len(self._until))
-        yielding = self._yielding.get(self._owner(keys), [])
+        yielding = self._yielding.get(self._owner(keys), []) if keys else []
         while short > 0 and yielding and -yielding[0][0] > until:
             latest, number, its = heapq.heappop(yielding)
             self._may_yield -= len(its)
@@ -202,6 +202,8 @@ class Pins:
                 self._may_yield += len(kept)
 
     def _yield_later(self, until: float, keys: list[bytes]) -> None:
+        if not keys:
+            return
         mine = self._yielding.setdefault(self._owner(keys), [])
         heapq.heappush(mine, (-until, next(self._numbers), keys))
         self._may_yield += len(keys)
@@ -224,7 +226,7 @@ class Pins:
 
     def _owner(self, keys: Sequence[bytes]) -> int:
         """Return a number for whose these keys of one request are."""
-        return self._pool.policy.owner_of(keys[0]) if keys else 0
+        return self._pool.policy.owner_of(keys[0])
 
     def _still_yielding(self, until: float, keys: list[bytes]) -> list[bytes]:
         """Return those of `keys` that still yield and whose pins end then."""
@@ -232,7 +234,7 @@ class Pins:
         return [key for key in keys if ends.get(key) == until and key not in firm]
 
     def _end_later(self, until: float, keys: list[bytes]) -> None:
-        if until == math.inf:
+        if until == math.inf or not keys:
             return
         heapq.heappush(self._ends, (until, next(self._numbers), keys))
         self._listed += len(keys)

@@ -34,7 +34,8 @@ from kvstore.types import about
 
 __all__ = ["SLOTS_PER_SEGMENT", "Watch", "Watched"]
 
-NOT_ALLOWED = (errno.EACCES, errno.EPERM)
+LASTING = (errno.EACCES, errno.EPERM, errno.ELOOP, errno.EISDIR, errno.ENXIO)
+"""What is said of a file that nobody mends soon: not ours to read, or no file."""
 
 logger = logging.getLogger("kvstore.disk")
 
@@ -202,9 +203,9 @@ class Watch:
             try:
                 yield from self._look_at(folder, name, lane)
             except ForeignFileError as error:
-                # One that others may not read stays so; other errors may pass.
+                # Other errors may pass.
                 cause = error.__cause__
-                whole &= not isinstance(cause, OSError) or cause.errno in NOT_ALLOWED
+                whole &= not isinstance(cause, OSError) or cause.errno in LASTING
             except OSError:
                 whole = False
             if count % STEP_SEGMENTS == 0:

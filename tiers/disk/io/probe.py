@@ -70,31 +70,44 @@ def _try(make: Callable[[], IOBackend], folder: Path) -> tuple[IOBackend, None] 
     """Write and read one page as the tier does: the backend, or what went wrong."""
     path = folder / f".probe-{os.getpid()}-{secrets.token_hex(4)}"
     page = mmap.mmap(-1, 2 * mmap.PAGESIZE)
-    backend: IOBackend | None = None
     try:
         backend = make()
-        os.close(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600))
-        fd = backend.open(path)
+        tried = _made(path)
+        fd = backend.open(tried)
         try:
             with memoryview(page) as view, view[:4096] as out, view[4096:8192] as back:
                 out[:5] = b"probe"
-                (written,) = backend.write_all([IORequest(fd, [out], 0)])
-                if isinstance(written, OSError):
-                    raise written
+                if tried == path:
+                    (written,) = backend.write_all([IORequest(fd, [out], 0)])
+                    if isinstance(written, OSError):
+                        # A full disk says nothing about the backend: what is there can be served.
+                        if written.errno in NO_ROOM:
+                            return backend, None
+                        raise written
                 (read,) = backend.read_all([IORequest(fd, [back], 0)])
                 if isinstance(read, OSError):
                     raise read
-                if read.length != 4096 or bytes(back[:5]) != b"probe":
+                if tried == path and (read.length != 4096 or bytes(back[:5]) != b"probe"):
                     return None, "reads back something else than was written"
         finally:
             backend.close(fd)
     except OSError as error:
-        # A full disk says nothing about the backend: what is there can be served.
-        if backend is None or error.errno not in NO_ROOM:
-            return None, error.strerror or str(error)
+        return None, error.strerror or str(error)
     finally:
         path.unlink(missing_ok=True)
         # After a call that failed halfway its error still refers to a part of the page.
         with contextlib.suppress(BufferError):
             page.close()
     return backend, None
+
+
+def _made(path: Path) -> Path:
+    """Make a file to try; where there is no room for one, return a segment beside it."""
+    try:
+        os.close(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600))
+    except OSError as error:
+        there = next(path.parent.glob("segment-*"), None)
+        if there is None or error.errno not in NO_ROOM:
+            raise
+        return there
+    return path
