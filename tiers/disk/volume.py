@@ -269,7 +269,7 @@ class Volume:
             moving = (
                 Reading(self.backend, extents, self.coder)
                 if job.load
-                else Writing(self.backend, extents, sequence, job.coder)
+                else Writing(self.backend, extents, sequence, job.coder or self.coder)
             )
             if moving.waits:
                 yield
