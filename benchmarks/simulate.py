@@ -19,21 +19,18 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-HERE = Path(__file__).resolve().parent
 # The packages, not the scripts beside this one that have their names.
-sys.path[0] = str(HERE.parent)
+sys.path[0] = str(Path(__file__).resolve().parents[1])
 
 from benchmarks.dry import read_options  # noqa: E402
+from benchmarks.eviction import trace as read  # noqa: E402
 from kvstore.core import Flow  # noqa: E402
 from kvstore.plugins import Choice  # noqa: E402
 from kvstore.policies import policy_names  # noqa: E402
-from kvstore.simulation import Costs, Outcome, Setup, Trace, optimum, read_trace, replay  # noqa: E402
+from kvstore.simulation import Costs, Outcome, Setup, Trace, optimum, replay  # noqa: E402
 
-TRACES = {
-    "conversation": ("mooncake_conversation.jsonl.xz", (1, 5, 10, 25, 50)),
-    "chat": ("chat_generated.packed.xz", (1, 5, 10, 25)),
-    "agent": ("agent_sessions.packed.xz", (1, 5, 10)),
-}
+SIZES = {"conversation": (1, 5, 10, 25, 50), "chat": (1, 5, 10, 25), "agent": (1, 5, 10)}
+"""For each trace the sizes of the tier, in percent of its chunks."""
 
 CHUNK_TOKENS = {"conversation": 512, "chat": 64, "agent": 256}
 
@@ -146,7 +143,7 @@ def print_two_tiers(rows: list[dict[str, Any]]) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--traces", default=",".join(TRACES), help="some of them, by commas")
+    parser.add_argument("--traces", default=",".join(SIZES), help="some of them, by commas")
     parser.add_argument("--json", type=Path, help="write all rows there")
     parser.add_argument("--limit", type=int, help="the first requests of each only")
     parser.add_argument("--quick", action="store_true", help="leave the slowest out")
@@ -155,8 +152,9 @@ def main() -> None:
     pairs: list[dict[str, Any]] = []
     began = time.monotonic()
     for name in options.traces.split(","):
-        file, sizes = TRACES[name]
-        trace = read_trace(HERE / "traces" / file, limit=options.limit)
+        if name not in SIZES:
+            parser.error(f"unknown trace {name!r}; known are: {', '.join(SIZES)}")
+        trace, sizes = read(name, options.limit), SIZES[name]
         for row in one_tier(name, trace, QUICK.get(name, sizes) if options.quick else sizes):
             rows.append(row)
             print(f"{row['trace']} {row['percent']} % {row['policy']}", file=sys.stderr)

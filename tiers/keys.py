@@ -123,12 +123,7 @@ class KeyRing:
             before: what was `owned` when its writing began: a chunk of whoever had a key of its own
                 then is never encrypted with those of all others.
         """
-        self.poll()
-        tag = key[: self.tag_bytes]
-        for owned in (*self.owned, *before):
-            if secrets := owned.get(tag):
-                return secrets[0]
-        return self._others[0]
+        return self._of(key, before)[0]
 
     def find(self, key: bytes, key_id: bytes) -> Secret | None:
         """Return the secret of this id, if it is one of those for the chunk of `key`.
@@ -218,10 +213,13 @@ class KeyRing:
             # No thread can be started now; a later use tries again.
             self._looking.release()
 
-    def _of(self, key: bytes) -> Sequence[Secret]:
+    def _of(self, key: bytes, before: Owned = ()) -> Sequence[Secret]:
         self.poll()
         tag = key[: self.tag_bytes]
-        return self._by_tag.get(tag) or self._nobodys.get(tag) or self._others
+        for owned in (*self.owned, *before):
+            if secrets := owned.get(tag):
+                return secrets
+        return self._others
 
     def _take(self, found: Mapping[str, Any]) -> None:
         parsed = parse_keys(found, self.source)

@@ -211,7 +211,8 @@ class Pins:
             return
         # Most of them have ended, or end later now.
         listed: set[bytes] = set()
-        for owner, heap in list(self._yielding.items()):
+        kept: dict[int, list[tuple[float, int, list[bytes]]]] = {}
+        for owner, heap in self._yielding.items():
             fresh: list[tuple[float, int, list[bytes]]] = []
             for latest, number, its in heap:
                 rest = [key for key in self._still_yielding(-latest, its) if key not in listed]
@@ -219,10 +220,9 @@ class Pins:
                 if rest:
                     fresh.append((latest, number, rest))
             heapq.heapify(fresh)
-            self._yielding[owner] = fresh
-            if not fresh:
-                del self._yielding[owner]
-        self._may_yield = len(listed)
+            if fresh:
+                kept[owner] = fresh
+        self._yielding, self._may_yield = kept, len(listed)
 
     def _owner(self, keys: Sequence[bytes]) -> int:
         """Return a number for whose these keys of one request are."""

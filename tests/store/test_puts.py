@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 import kvstore
-from kvstore.api.store import COPY_INLINE_BYTES
+from kvstore.api.store import COPY_INLINE_BYTES, Store
 from kvstore.errors import KVStoreError
 from kvstore.policies import policy_names
 from kvstore.tiers import Transfer
@@ -348,15 +348,28 @@ async def test_who_is_cancelled_while_it_waits_holds_nobody_up(open_store: Open)
         assert busy(store) == 0
 
 
+async def on_disk_that_is_held(
+    open_store: Open, keys: Sequence[bytes], monkeypatch: pytest.MonkeyPatch
+) -> threading.Event:
+    """Store chunks durably; from then on reads wait for the event that is returned."""
+    async with open_store(rows=8, disk=64) as store:
+        assert await store.put(keys, payloads(keys), durable=True) == len(keys)
+    return hold(monkeypatch, "read")
+
+
+async def being_read(store: Store, keys: Sequence[bytes]) -> None:
+    """Begin to fetch chunks; return when some are on their way."""
+    assert store.prefetch(keys) == len(keys)
+    await until_async(lambda: any(key in store._core.chunks for key in keys))
+
+
 @pytest.mark.parametrize("durable", [False, True])
 async def test_a_put_amid_a_read_that_fails_stores_its_own_bytes(
     open_store: Open, durable: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Until a chunk is read, nobody knows whether its tier still has it whole."""
     keys = keys_of("a", 2)
-    async with open_store(rows=8, disk=64) as store:
-        assert await store.put(keys, payloads(keys), durable=True) == 2
-    gate = hold(monkeypatch, "read")
+    gate = await on_disk_that_is_held(open_store, keys, monkeypatch)
     held = DiskTier.read
 
     async def in_vain(self: DiskTier, keys: list[bytes], *rest: Any) -> Transfer:
@@ -365,8 +378,7 @@ async def test_a_put_amid_a_read_that_fails_stores_its_own_bytes(
 
     monkeypatch.setattr(DiskTier, "read", in_vain)
     async with open_store(rows=8, disk=64) as store:
-        assert store.prefetch(keys) == 2
-        await until_async(lambda: any(key in store._core.chunks for key in keys))
+        await being_read(store, keys)
         put = asyncio.create_task(store.put(keys, payloads(keys), durable=durable))
         await asyncio.sleep(0.02)
         assert not put.done()
@@ -402,8 +414,7 @@ async def test_a_read_that_fails_before_a_put_has_ended_loses_nothing(
     async with open_store(rows=8, disk=64, chunk_bytes=size) as store:
         others = keys_of("b", 6)
         assert await store.put(others, payloads(others, size)) == 6
-        assert store.prefetch(keys[:2]) == 2
-        await until_async(lambda: any(key in store._core.chunks for key in keys))
+        await being_read(store, keys[:2])
         monkeypatch.setattr(np, "copyto", slowly)
         async with contextlib.AsyncExitStack() as leased:
             if fails == "while it waits for room":
@@ -422,12 +433,9 @@ async def test_a_put_that_waits_for_a_read_holds_up_no_other_and_stores_the_rest
     open_store: Open, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     keys = keys_of("a", 12)
+    gate = await on_disk_that_is_held(open_store, keys[:2], monkeypatch)
     async with open_store(rows=8, disk=64) as store:
-        assert await store.put(keys[:2], payloads(keys[:2]), durable=True) == 2
-    gate = hold(monkeypatch, "read")
-    async with open_store(rows=8, disk=64) as store:
-        assert store.prefetch(keys[:2]) == 2
-        await until_async(lambda: any(key in store._core.chunks for key in keys))
+        await being_read(store, keys[:2])
         put = asyncio.create_task(store.put(keys, payloads(keys)))
         await until_async(lambda: all(store.contains(keys)))
         assert not put.done()
@@ -443,12 +451,9 @@ async def test_a_put_does_not_wait_for_ever_for_a_read(
     open_store: Open, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     keys = keys_of("a", 4)
-    async with open_store(rows=8, disk=64) as store:
-        assert await store.put(keys[:2], payloads(keys[:2]), durable=True) == 2
-    gate = hold(monkeypatch, "read")
+    gate = await on_disk_that_is_held(open_store, keys[:2], monkeypatch)
     async with open_store(rows=8, disk=64, deadline_s=0.2) as store:
-        assert store.prefetch(keys[:2]) == 2
-        await until_async(lambda: any(key in store._core.chunks for key in keys))
+        await being_read(store, keys[:2])
         # The tier is believed.
         assert await asyncio.wait_for(store.put(keys, payloads(keys)), PATIENCE) == 4
         gate.set()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from heapq import heappop, heappush
@@ -122,7 +122,7 @@ def recover(
         files = segment_files(folder)
         if epoch is not None and len(files) * geometry.file_bytes > capacity_bytes:
             # Before any of them is removed.
-            _check_epoch(folder, namespace, epoch)
+            _check_epoch(folder, files, namespace, epoch)
         for number, path in files:
             try:
                 segment = Segment.open(path, namespace, geometry, backend, trust)
@@ -259,12 +259,14 @@ class _Found:
             self.segment.index.erase_slots(self.records.damaged)
 
 
-def _check_epoch(folder: Path, namespace: str, epoch: int) -> None:
+def _check_epoch(
+    folder: Path, files: Sequence[tuple[int, Path]], namespace: str, epoch: int
+) -> None:
     """
     Raises:
         ForeignFileError: if a segment has chunks of a newer epoch.
     """
-    for _, path in segment_files(folder):
+    for _, path in files:
         with contextlib.suppress(ForeignFileError, OSError):
             header, live, _ = read_index(path)
             newest = int(live.records["epoch"].max(initial=0))
