@@ -391,22 +391,15 @@ class Files:
         return self._stat(self._open_file(fd).inode)
 
     def _stat(self, inode: Inode) -> os.stat_result:
-        size = 4096 if inode.is_dir else len(inode.data)
-        times = (inode.mtime_ns // 10**9, inode.ctime_ns // 10**9)
-        nlink = 2 if inode.is_dir else inode.nlink
-        fields = (inode.mode, inode.number, 77, nlink, os.geteuid(), os.getegid(), size)
-        more = {
-            "st_atime": inode.mtime_ns / 1e9,
-            "st_mtime": inode.mtime_ns / 1e9,
-            "st_ctime": inode.ctime_ns / 1e9,
-            "st_atime_ns": inode.mtime_ns,
-            "st_mtime_ns": inode.mtime_ns,
-            "st_ctime_ns": inode.ctime_ns,
-            "st_blksize": PAGE,
-            "st_blocks": -(-inode.allocated // SECTOR),
-            "st_rdev": 0,
-        }
-        return os.stat_result((*fields, times[0], *times), more)
+        nlink, size = (2, 4096) if inode.is_dir else (inode.nlink, len(inode.data))
+        blocks = -(-inode.allocated // SECTOR)
+        at = mtime, _, ctime = inode.mtime_ns, inode.mtime_ns, inode.ctime_ns
+        # In the order of `os.stat_result`: times in seconds, with fractions, in nanoseconds.
+        return os.stat_result((
+            inode.mode, inode.number, 77, nlink, os.geteuid(), os.getegid(), size,
+            mtime // 10**9, mtime // 10**9, ctime // 10**9, mtime / 1e9, mtime / 1e9, ctime / 1e9,
+            *at, PAGE, blocks, 0,
+        ))  # fmt: skip
 
     def utime(self, path: Any, times: Any = None, *, ns: tuple[int, int] | None = None) -> None:
         self._call("utime")

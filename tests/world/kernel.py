@@ -129,6 +129,8 @@ class Kernel:
         process.loops = []
         for thread in process.threads:
             thread.kill()
+        # Who remembers the process does not keep all that it had.
+        process.threads = []
         self.on_exit(process)
 
     # -- scheduling ------------------------------------------------------------------------
