@@ -403,7 +403,7 @@ def write_keys(path: Path, keys: Mapping[str, Sequence[Secret]]) -> None:
         tomllib.loads(text.decode())
     except NOT_PARSED:
         raise ConfigError(f"{path}: TOML has no way to write one of {sorted(keys)!a}") from None
-    path = path.resolve()
+    path = Path(os.path.realpath(path))
     # One name, so that what a killed process left goes, with the keys in it.
     temporary = path.with_name(f".{path.name}.new")
     temporary.unlink(missing_ok=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import math
 import re
 import time
 
@@ -187,8 +188,13 @@ def statistics(payload: bytes, dtype: str) -> dict[str, object]:
         "zeros": int((values == 0).sum()),
     }
     if len(finite):
-        names = ("min", "max", "mean", "std")
-        found |= {name: float(f"{getattr(finite, name)():.6g}") for name in names}
+        with np.errstate(over="ignore", invalid="ignore"):
+            told = {name: float(getattr(finite, name)()) for name in ("min", "max", "mean", "std")}
+        # Their sum, or their squares, may be beyond what a number holds.
+        found |= {
+            name: float(f"{value:.6g}") if math.isfinite(value) else None
+            for name, value in told.items()
+        }
     return found
 
 

@@ -12,9 +12,9 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-from kvstore.errors import NOT_PARSED, KVStoreError
+from kvstore.errors import MALFORMED, NOT_PARSED, KVStoreError
 from kvstore.sizes import format_size
-from kvstore.tools.output import counted, whole_number
+from kvstore.tools.output import counted, shows_progress, whole_number
 
 __all__ = ["add_ctl_arguments", "run_ctl"]
 
@@ -199,8 +199,10 @@ def _body(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def _read(name: str) -> dict[str, Any]:
-    text = sys.stdin.read() if name == "-" else _text_of(Path(name), "utf-8")
     try:
+        if name == "-" and sys.stdin is None:
+            raise KVStoreError("-: there is no standard input")
+        text = sys.stdin.read() if name == "-" else _text_of(Path(name), "utf-8")
         found = json.loads(text)
     except NOT_PARSED as error:
         raise KVStoreError(f"{name}: is not JSON: {error}") from error
@@ -240,7 +242,7 @@ def _settings(words: list[str]) -> dict[str, Any]:
 
 def _wait(client: Client, told: dict[str, Any], *, quiet: bool) -> dict[str, Any]:
     """Wait until a job has ended, and show its progress to a terminal."""
-    shows = sys.stderr.isatty() and not quiet
+    shows = shows_progress() and not quiet
     while told["state"] == "running":
         told = client.ask("GET", f"/v1/jobs/{told['job']}?wait={WAIT_SECONDS}")
         if shows:
@@ -252,7 +254,10 @@ def _wait(client: Client, told: dict[str, Any], *, quiet: bool) -> dict[str, Any
 
 
 def _print(told: dict[str, Any], as_json: bool, lines: Any) -> int:
-    print(json.dumps(told, indent=2) if as_json else "\n".join(lines(told)))
+    try:
+        print(json.dumps(told, indent=2) if as_json else "\n".join(lines(told)))
+    except MALFORMED as error:
+        raise KVStoreError(f"the answer of the server cannot be read ({error!r:.100})") from error
     return int(told.get("state") in ("failed", "cancelled"))
 
 

@@ -44,7 +44,9 @@ def run_keys(options: argparse.Namespace) -> int:
 @contextlib.contextmanager
 def _alone(path: Path) -> Iterator[None]:
     """Let no other command change a file of this folder meanwhile: it would lose these keys."""
-    folder = os.open(path.resolve().parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    folder = os.open(
+        Path(os.path.realpath(path)).parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
+    )
     try:
         fcntl.flock(folder, fcntl.LOCK_EX)
         yield

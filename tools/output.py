@@ -51,7 +51,7 @@ def is_terminal() -> bool:
 
 def print_json(report: Mapping[str, Any]) -> None:
     """Print a report for programs: an object that begins with its `version`."""
-    print(json.dumps({"version": JSON_VERSION, **report}, indent=2))
+    print(json.dumps({"version": JSON_VERSION, **report}, indent=2, allow_nan=False))
 
 
 def print_table(
@@ -115,6 +115,11 @@ def age(milliseconds: int) -> str:
     return f"{seconds:.0f} s"
 
 
+def shows_progress() -> bool:
+    """Whether standard error is a terminal, and so there is somebody to watch."""
+    return sys.stderr is not None and sys.stderr.isatty()
+
+
 @contextmanager
 def show_progress(unit: str = "chunks") -> Iterator[Callable[[float, float], None]]:
     """Show how much is done, the rate and the time left, on a terminal; else do nothing.
@@ -122,7 +127,7 @@ def show_progress(unit: str = "chunks") -> Iterator[Callable[[float, float], Non
     Args:
         unit: what is counted; "bytes" are shown as sizes.
     """
-    if sys.stderr is None or not sys.stderr.isatty():
+    if not shows_progress():
         yield lambda done, total: None
         return
     progress = Progress(

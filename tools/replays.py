@@ -17,6 +17,7 @@ from kvstore.policies.reuse import REUSE_TABLE
 from kvstore.simulation import Costs, Setup, Trace
 from kvstore.simulation.replay import DEFAULT_CHUNK_BYTES
 from kvstore.sizes import format_size, parse_size
+from kvstore.tools.output import shows_progress
 
 __all__ = [
     "about",
@@ -203,5 +204,5 @@ def shown_bytes(size: float, chunk_bytes: int | None) -> str:
 
 def note(text: str) -> None:
     """Show progress on a terminal; an empty text clears it."""
-    if sys.stderr.isatty():
+    if shows_progress():
         print(f"\r{text:<60}", end="" if text else "\r", file=sys.stderr, flush=True)

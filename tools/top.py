@@ -110,7 +110,7 @@ def add_top_arguments(parser: argparse.ArgumentParser) -> None:
 def run_top(options: argparse.Namespace) -> int:
     """Show a server or a folder until Ctrl-C, or as often as `--times` says.
 
-    Returns 1 if something is wrong with the folder.
+    Returns 1 if something is wrong with the folder, 2 if the last look did not succeed.
 
     Raises:
         KVStoreError: if a package is missing, or there is nothing to show.
@@ -122,10 +122,13 @@ def run_top(options: argparse.Namespace) -> int:
         raise KVStoreError(f"{NEEDED} rich") from error
     from_url = is_url(options.where)
     wrong: list[str] = []
+    reached = False
 
     def look() -> Snapshot:
+        nonlocal reached
+        reached = False
         found = scrape(options.where) if from_url else look_at(options.where)
-        wrong[:] = found.wrong
+        wrong[:], reached = found.wrong, True
         return found
 
     # Drives tell their wear in whole hundredths: once is enough.
@@ -138,12 +141,12 @@ def run_top(options: argparse.Namespace) -> int:
             with console.capture() as printed:
                 console.print(shown)
             print(printed.get(), end="", flush=True)
-        return int(bool(wrong))
+        return int(bool(wrong)) if reached else 2
     with Live(console=console, auto_refresh=False) as live:
         for shown in _looks(look, options.interval, options.times, show):
             live.update(shown, refresh=True)
     print()
-    return int(bool(wrong))
+    return int(bool(wrong)) if reached else 2
 
 
 def _looks(
@@ -185,6 +188,8 @@ def is_url(where: str) -> bool:
     Raises:
         KVStoreError: for an address without its scheme.
     """
+    if not where:
+        raise KVStoreError("an empty name: give the folder of a cache, or http://HOST:PORT/metrics")
     if where.startswith(("http://", "https://")):
         return True
     if re.match(r"[\w.-]+:\d+(/|$)|\w+://", where) and not os.path.exists(where):
@@ -237,6 +242,7 @@ def scrape(url: str) -> Snapshot:
 def tables(before: Snapshot, now: Snapshot) -> Table:
     """Tabulate what happened between two looks at a server."""
     from rich.table import Table
+    from rich.text import Text
 
     loaded = now.rate(before, "loaded_host_chunks")
     missed = now.rate(before, "missed_keys")
@@ -263,7 +269,7 @@ def tables(before: Snapshot, now: Snapshot) -> Table:
             states.append("away")
         used, free = now.get("tier_used_bytes", tier), now.get("tier_free_bytes", tier)
         table.add_row(
-            tier,
+            Text(tier),
             f"{now.rate(before, 'loaded_tier_chunks', tier):.0f}",
             read,
             written,
@@ -303,10 +309,12 @@ def look_at(path: str) -> Snapshot:
 def _folders(below: str, before: Snapshot, now: Snapshot) -> Table:
     """Tabulate the lanes of a cache on disk; `below` is written below them."""
     from rich.table import Table
+    from rich.text import Text
 
     table = Table(title=counted(len(now.tiers), "lane"), title_justify="left")
     told = [*now.wrong, *([below] if below else [])]
-    table.caption, table.caption_justify = "\n".join(told) or None, "left"
+    table.caption = Text("\n".join(told), "table.caption") if told else None
+    table.caption_justify = "left"
     for head in ("lane", "process", "chunks", "more/s", "held", "files"):
         left = head == "lane"
         table.add_column(head, justify="left" if left else "right", overflow="fold")
@@ -314,7 +322,7 @@ def _folders(below: str, before: Snapshot, now: Snapshot) -> Table:
         owner = int(now.get("owner", lane))
         more = (now.get("chunks", lane) - before.get("chunks", lane)) / (now.at - before.at)
         table.add_row(
-            lane,
+            Text(lane),
             str(owner) if owner else "-",
             f"{now.get('chunks', lane):.0f}",
             f"{more:+.0f}",

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from kvstore.errors import ConfigError
+from kvstore.errors import ConfigError, KVStoreError
 from kvstore.maintenance.offline import (
     CompactedLane,
     Compaction,
@@ -19,7 +19,7 @@ from kvstore.maintenance.offline import (
     namespaces_to_change,
     purge,
 )
-from kvstore.maintenance.survey import NamespaceSurvey, SegmentSurvey, survey
+from kvstore.maintenance.survey import NOT_FOLLOWED, NamespaceSurvey, SegmentSurvey, survey
 from kvstore.sizes import format_size
 from kvstore.tools.bundle import parse_age, parse_key
 from kvstore.tools.output import age, asks, confirm, counted, print_json, show_progress
@@ -164,12 +164,15 @@ def run_gc(options: argparse.Namespace) -> int:
     forgot: list[PurgedLane] = []
     gave: list[CompactedLane] = []
     for each in old:
-        forgot += purge(each.path, dry_run=dry_run, strict_modes=modes)
-        if not dry_run:
-            gave += compact(each.path, strict_modes=modes)
+        try:
+            forgot += purge(each.path, dry_run=dry_run, strict_modes=modes)
+            if not dry_run:
+                gave += compact(each.path, strict_modes=modes)
+        except KVStoreError as error:
+            # It has vanished, for one: the others are done, and told, all the same.
+            forgot.append(PurgedLane(each.path, failed=str(error)))
     for each in links:
-        # They are refused, which is told.
-        forgot += purge(options.path, namespace=each.name, dry_run=dry_run, strict_modes=modes)
+        forgot.append(PurgedLane(each.path, refused=f"{each.path} {NOT_FOLLOWED}"))
     if options.json:
         told: dict[str, object] = {"emptied": [each.name for each in old], "left": left}
         told["lanes"] = [dataclasses.asdict(one) for one in forgot]

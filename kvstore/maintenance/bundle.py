@@ -276,7 +276,7 @@ def export_bundle(
     if not found:
         raise KVStoreError(f"{path} holds no chunk to export")
     # Behind a symbolic link, the file itself is replaced.
-    file = file.resolve()
+    file = Path(os.path.realpath(file))
     if not file.parent.is_dir():
         raise KVStoreError(f"{file}: the folder {file.parent} does not exist")
     if file.exists() and not file.is_file():
@@ -383,11 +383,7 @@ def _still_there(places: Collection[Place]) -> set[bytes]:
 
 def _segment_bytes(namespace: NamespaceSurvey) -> int:
     """The size of segments where the chunks are from: a lane keeps that of its first one."""
-    sizes = [
-        Geometry(each.slots, each.slot_bytes, each.chunk_bytes).file_bytes
-        for lane in namespace.lanes
-        for each in lane.segments
-    ]
+    sizes = (each.whole_bytes for lane in namespace.lanes for each in lane.segments)
     return min(sizes, default=0)
 
 
@@ -517,8 +513,8 @@ def _batches(keys: list[bytes], size: int) -> Iterator[list[bytes]]:
         yield keys[start : start + size]
 
 
-def _lanes_at(path: str | os.PathLike[str], capacity_bytes: int | None) -> list[LaneSurvey]:
-    """The lanes at `path`.
+def _found_at(path: str | os.PathLike[str], capacity_bytes: int | None) -> list[NamespaceSurvey]:
+    """The namespaces at `path`.
 
     Raises:
         PathUnusableError: if not all that is there can be known, and no capacity is given.
@@ -538,14 +534,12 @@ def _lanes_at(path: str | os.PathLike[str], capacity_bytes: int | None) -> list[
         raise PathUnusableError(
             f"{unlisted[0]}: how much is there cannot be known. Name a capacity with --capacity"
         )
-    return [lane for namespace in found for lane in namespace.lanes]
+    return found
 
 
 def _held_bytes(lane: LaneSurvey) -> list[int]:
     """The sizes of all files in a lane; what was cut short has its whole size when it is used."""
-    wholes = [Geometry(s.slots, s.slot_bytes, s.chunk_bytes).file_bytes for s in lane.segments]
-    sizes = [max(s.file_bytes, w) for s, w in zip(lane.segments, wholes, strict=True)]
-    return [*sizes, lane.other_bytes]
+    return [*(max(one.file_bytes, one.whole_bytes) for one in lane.segments), lane.other_bytes]
 
 
 def _config(
@@ -564,19 +558,26 @@ def _config(
     slot_bytes = round_to_page(bundle.chunk_bytes)
     smallest = Geometry(1, slot_bytes, bundle.chunk_bytes).file_bytes
     segment_bytes = max(smallest, bundle.segment_bytes)
-    lanes = _lanes_at(path, capacity_bytes)
+    found = _found_at(path, capacity_bytes)
+    lanes = [lane for each in found for lane in each.lanes]
     # Beside all that is there, of which nothing shall be displaced.
     held = [size for lane in lanes for size in _held_bytes(lane)]
+    free = [lane for lane in lanes if lane.owner is None]
+    own = [each for each in found if each.name == bundle.namespace]
+    missing = set(bundle.places).difference(*(places_of(each, bundle.places) for each in own))
+    # A lane keeps the size of its segments, of which each may hold fewer of the chunks.
     slots = Geometry.fitting(segment_bytes, slot_bytes, bundle.chunk_bytes).slots
-    room = (-(-len(bundle.places) // slots) + 1) * segment_bytes
+    shapes = {(slots, segment_bytes)}
+    shapes |= {
+        (one.slots, one.whole_bytes) for each in own for lane in each.lanes for one in lane.segments
+    }
+    room = max((-(-len(missing) // count) + 1) * size for count, size in shapes)
     if capacity_bytes is None:
         capacity_bytes = sum(held) + max(room, *held, 0)
     else:
-        free = [lane for lane in lanes if lane.owner is None]
-        own = [lane for lane in free if Path(lane.path).parent.name == bundle.namespace]
         needed = sum(size for lane in free for size in _held_bytes(lane))
-        if len(free) > len(own[:1]):
-            # Lanes that nobody uses give way to the one that grows.
+        if free and missing:
+            # What is there gives way to what comes, in this lane as in others that nobody uses.
             needed += room
         if needed > capacity_bytes:
             raise KVStoreError(

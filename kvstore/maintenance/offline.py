@@ -210,6 +210,12 @@ def purge(
 
     def act(its: NamespaceSurvey, lane: LaneSurvey, one: PurgedLane) -> None:
         folder = Path(lane.path)
+        owners = [other.owner for other in its.lanes if other.owner is not None]
+        if since is not None and owners and lane.owner is None:
+            raise LaneBusyError(
+                f"lane {lane.number} of {folder.parent} may be read by process {owners[0]}, and "
+                "reads of a lane that a process does not own are not noted: what is used is unknown"
+            )
         if dry_run:
             _check_lane(folder, lane, trust)
         with nullcontext() if dry_run else _owned(folder, lane.number, trust):
@@ -315,6 +321,8 @@ def _owned(folder: Path, number: int, trust: Trust) -> Iterator[None]:
     try:
         yield
     finally:
+        # Who follows the lane looks at it at once.
+        lane.touch()
         lane.release()
 
 

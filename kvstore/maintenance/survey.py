@@ -16,11 +16,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from kvstore.errors import ForeignFileError, KVStoreError, PathUnusableError
+from kvstore.errors import ConfigError, ForeignFileError, KVStoreError, PathUnusableError
 from kvstore.maintenance.payloads import Proof, payload_fault, sealer_of
 from kvstore.policies.shares import OTHERS, TAG_BYTES, tag_of
 from kvstore.tiers.disk.epoch import EPOCH_NAME, lost_epoch, read_epoch
 from kvstore.tiers.disk.fault import Fault
+from kvstore.tiers.disk.format import Geometry
 from kvstore.tiers.disk.index import read_index
 from kvstore.tiers.disk.lane import LOCK_NAME, lane_folders, lane_owner, newest_told
 from kvstore.tiers.disk.namespace import FILE_NAME, enclosing, read_namespace
@@ -56,7 +57,7 @@ class SegmentSurvey:
     """One segment file; times are ms since 1970, 0 when there are no chunks.
 
     `reads` counts reads of the live chunks, as far as their owner has noted them; `reused` is how
-    many of the chunks were read at all, `used_ms` when one was last stored or read.
+    many of the chunks were read at all, `used_ms` when one that counts was last stored or read.
     `outdated` of the `live` chunks are from before a reset: of none of the `epochs` of their
     namespace, so that nobody finds them. `epoch` is the newest of all, 0 when there are none.
     `key_ids` counts encrypted chunks by the id of the key.
@@ -83,6 +84,11 @@ class SegmentSurvey:
     def counted(self) -> int:
         """Chunks that somebody may find."""
         return self.live - self.outdated
+
+    @property
+    def whole_bytes(self) -> int:
+        """The size of its file, also where that was cut short."""
+        return Geometry(self.slots, self.slot_bytes, self.chunk_bytes).file_bytes
 
 
 @dataclass(slots=True)
@@ -191,7 +197,8 @@ def check_folder(path: str | os.PathLike[str]) -> Path:
     try:
         folder = Path(path)
         if folder.name in ("", ".."):
-            folder = Path(os.path.abspath(folder))
+            # What is above a link, is above where it leads to.
+            folder = Path(os.path.realpath(folder))
         mode = folder.stat().st_mode
     except (FileNotFoundError, NotADirectoryError) as error:
         raise PathUnusableError(f"{path} is not a folder") from error
@@ -303,7 +310,12 @@ def chunks_by_tenant(namespace: NamespaceSurvey, names: Sequence[str]) -> dict[s
     """Count the chunks that somebody may find, for each of these tenants and for all others.
 
     The names of tenants are not on disk: of other tenants it cannot be said who they are.
+
+    Raises:
+        ConfigError: for a tenant that is named like all others.
     """
+    if OTHERS in names:
+        raise ConfigError(f"tenant {OTHERS!r}: that is what all that are not named are told as")
     tags = {tag_of(name): name for name in names}
     found = dict.fromkeys([*names, OTHERS], 0)
     for lane in namespace.lanes:
@@ -382,6 +394,7 @@ def _segment(path: Path, namespace: NamespaceSurvey) -> tuple[SegmentSurvey, lis
     faults += [Fault(str(path), slot, "damaged record") for slot in damaged]
     stored = live.records["stored_ms"]
     count = len(live.slots)
+    found = live.of_epoch(*epochs).records
     return SegmentSurvey(
         path=str(path),
         file_bytes=size,
@@ -395,9 +408,9 @@ def _segment(path: Path, namespace: NamespaceSurvey) -> tuple[SegmentSurvey, lis
         newest_ms=int(stored.max()) if count else 0,
         reads=int(live.records["reads"].sum()) if count else 0,
         epoch=int(live.records["epoch"].max()) if count else 0,
-        outdated=count - len(live.of_epoch(*epochs).slots),
+        outdated=count - len(found),
         reused=int((live.records["reads"] > 0).sum()),
-        used_ms=max(int(stored.max()), int(live.records["read_ms"].max())) if count else 0,
+        used_ms=int(max(found[name].max(initial=0) for name in ("stored_ms", "read_ms"))),
         key_ids=dict(Counter(live.key_ids())) if geometry.sealed else {},
     ), faults
 

@@ -245,17 +245,18 @@ async def test_an_import_does_not_guess_how_much_is_there(
         import_bundle(file, there)
 
 
-@pytest.mark.parametrize("model", ["one", "other"])
+@pytest.mark.parametrize("model", ["one", "a lane", "other"])
 async def test_an_import_into_less_than_is_there_removes_no_free_lane(
     tmp_path: Path, model: str
 ) -> None:
+    lanes, model = 1 + (model == "one"), model.replace("a lane", "one")
     here, there, file = tmp_path / "here", tmp_path / "there", tmp_path / "bundle"
     await fill(here)
     export_bundle(here, file)
     more = keys_of("more", 60)
     await fill(there, more, model)
-    if model == "one":
-        # A second lane, as a second process has it.
+    if lanes == 2:
+        # As a second process has one.
         async with (
             kvstore.open(settings(there, model)),
             kvstore.open(settings(there, model)) as two,
@@ -270,6 +271,27 @@ async def test_an_import_into_less_than_is_there_removes_no_free_lane(
     needed = 2 * held + 2**20
     assert import_bundle(file, there, capacity_bytes=needed).stored == len(KEYS)
     assert set(before) <= set(there.rglob("segment-*"))
+    async with kvstore.open(settings(there, model)) as store:
+        assert store.contains(more) == [True] * len(more)
+    # Once more there is nothing to make room for.
+    assert import_bundle(file, there, capacity_bytes=needed).there == len(KEYS)
+
+
+async def test_an_import_into_smaller_segments_displaces_nothing(tmp_path: Path) -> None:
+    more, keys = keys_of("more", 20), keys_of("prompt", 400)
+    there = settings(tmp_path / "there")
+    there["tiers"][0] |= {"segment_bytes": "12KiB", "capacity_bytes": "1MiB"}
+    here = settings(tmp_path / "here")
+    here["tiers"][0] |= {"segment_bytes": "256KiB", "capacity_bytes": "16MiB"}
+    for config, its in ((there, more), (here, keys)):
+        async with kvstore.open(config) as store:
+            assert await store.put(its, payloads(its), durable=True) == len(its)
+    file = tmp_path / "bundle"
+    export_bundle(tmp_path / "here", file)
+    assert import_bundle(file, tmp_path / "there").stored == len(keys)
+    there["tiers"][0]["capacity_bytes"] = "64MiB"
+    async with kvstore.open(there) as store:
+        assert store.contains(more) == [True] * len(more)
 
 
 @pytest.mark.parametrize("below", [".", "lane-0"])
@@ -559,6 +581,10 @@ async def test_a_chunk_is_shown_with_its_numbers(tmp_path: Path) -> None:
     assert done.returncode == 0
     assert (told["values"], told["not_finite"], told["min"], told["max"]) == (1024, 1, -2.0, 2.0)
     assert told["whole"]
+    async with kvstore.open(settings(tmp_path)) as store:
+        await store.put([b"huge"], [np.tile([-1e300, 1e300], CHUNK // 16)], durable=True)
+    told = command("show", str(tmp_path), b"huge".hex(), "--dtype", "float64", "--json").stdout
+    assert json.loads(told, parse_constant=pytest.fail)["std"] is None
     text = command("show", str(tmp_path), b"key".hex(), "--dtype", "bfloat16").stdout
     assert "slot" in text
     assert "mean" in text

@@ -627,3 +627,36 @@ def test_purge_says_how_the_space_comes_back(cache: Path, run: Run) -> None:
     assert run("compact", cache)[0] == 0
     assert segments(cache) == []
     assert command("verify", str(cache)).returncode == 0
+
+
+def test_a_path_above_a_link_is_the_one_that_the_system_means(
+    cache: Path, tmp_path: Path, run: Run
+) -> None:
+    other = shutil.copytree(cache, tmp_path / "elsewhere" / "kv")
+    (cache / "link").symlink_to(other / "below")
+    (other / "below").mkdir()
+    assert run("purge", f"{cache}/link/..", "--all", "--yes")[0] == 0
+    assert sum(one.counted for lane in survey(cache)[0].lanes for one in lane.segments) > 0
+    assert sum(one.counted for lane in survey(other)[0].lanes for one in lane.segments) == 0
+
+
+def test_what_means_nothing_is_told_in_a_line(
+    cache: Path, tmp_path: Path, run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    loop = tmp_path / "loop"
+    loop.symlink_to(loop)
+    for arguments in (
+        ["keys", loop, "--add", "x"],
+        ["top", ""],
+        ["doctor", ""],
+        ["inspect", cache, "--tenant", "others"],
+        ["top", "http://127.0.0.1:1/metrics"],
+    ):
+        status, told = run(*arguments)
+        assert status == 2, (arguments, told)
+        assert told.splitlines()[-1].startswith("kvstore: "), (arguments, told)
+    # As where standard error is closed.
+    monkeypatch.setattr(sys, "stderr", None)
+    trace = tmp_path / "trace.jsonl"
+    trace.write_text('{"timestamp": 0, "hash_ids": [1, 2]}\n')
+    assert run("simulate", trace, "--host", "1")[0] == 0

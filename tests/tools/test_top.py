@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 import kvstore
+from kvstore.errors import KVStoreError
 from kvstore.observe.metrics import Collector
 from kvstore.tools.cli import main
 from kvstore.tools.top import Snapshot, _looks, scrape, tables
@@ -172,6 +173,21 @@ async def test_it_goes_on_when_the_server_starts_again(
     assert lines[1][:29] == lines[2][:29], "since when"
     assert lines[3].startswith("reachable again")
     assert "stored" in lines[4]
+
+
+def test_a_server_that_is_gone_in_the_end_is_no_success(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    looks = iter([Snapshot(at=1.0, values={("stored_chunks", ""): 1.0})])
+
+    def scrapes(url: str) -> Snapshot:
+        for one in looks:
+            return one
+        raise KVStoreError(f"{url}: gone")
+
+    monkeypatch.setattr("kvstore.tools.top.scrape", scrapes)
+    assert main(["top", "http://127.0.0.1:1", "--times", "1", "--interval", "0.1"]) == 2
+    assert "not reachable" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,7 @@ import pytest
 
 import kvstore
 from kvstore.maintenance.bundle import export_bundle, import_bundle
-from kvstore.maintenance.offline import compact, layouts, purge
+from kvstore.maintenance.offline import PurgedLane, compact, layouts, purge
 from kvstore.maintenance.survey import Progress, survey, verify
 from kvstore.tiers.disk.lane import PID_BYTES
 from kvstore.tools.cli import main
@@ -205,6 +205,40 @@ async def test_purge_by_age_key_and_namespace(tmp_path: Path) -> None:
     assert json.loads(done.stdout)["lanes"][0]["chunks"] == 0
     assert command("purge", str(tmp_path), "--all").returncode == 0
     assert await survivors(tmp_path) == set()
+
+
+async def test_what_a_neighbour_may_read_is_not_purged_as_unused(tmp_path: Path) -> None:
+    async with kvstore.open(config(tmp_path)) as one, kvstore.open(config(tmp_path)) as other:
+        await one.put(KEYS[:10], [payload(key) for key in KEYS[:10]], durable=True)
+        await one.close()
+        await until_async(lambda: other.contains_prefix(KEYS[:10]) == 10)
+        (lane,) = [each for each in purge(tmp_path, unused_since_ms=2**50) if "lane-0" in each.lane]
+        assert f"may be read by process {os.getpid()}" in (lane.refused or "")
+        assert await other.resolve(KEYS[:10]) == 10
+    assert sum(each.chunks for each in purge(tmp_path, unused_since_ms=2**50)) == 10
+
+
+async def test_gc_keeps_what_can_be_found_and_goes_on_after_one_that_vanished(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for model in ("one", "two", "three", "reset"):
+        its = config(tmp_path) | {"identity": {"model": model}, "namespace": model}
+        async with kvstore.open(its) as store:
+            await store.put(KEYS[:5], [payload(key) for key in KEYS[:5]], durable=True)
+            if model == "reset":
+                await store.reset()
+
+    def purges(path: str, **named: Any) -> list[PurgedLane]:
+        if Path(path).name == "two":
+            shutil.rmtree(path)
+        return purge(path, **named)
+
+    monkeypatch.setattr("kvstore.tools.upkeep.purge", purges)
+    assert main(["gc", str(tmp_path), "--keep", "1", "--yes", "--json"]) == 2
+    told = json.loads(capsys.readouterr().out)
+    assert sorted(told["emptied"]) == ["one", "reset", "two"]
+    assert [Path(each["lane"]).name for each in told["lanes"] if each["failed"]] == ["two"]
+    assert sum(each["chunks"] for each in told["lanes"]) == 5
 
 
 @pytest.mark.parametrize(
