@@ -7,7 +7,9 @@ import dataclasses
 import json
 from collections import Counter
 
+from kvstore.errors import ConfigError
 from kvstore.maintenance.survey import LaneSurvey, NamespaceSurvey, chunks_by_tenant, survey
+from kvstore.policies.shares import OTHERS
 from kvstore.sizes import format_size
 from kvstore.tools.output import age, print_json, print_table
 
@@ -25,6 +27,8 @@ TOLD = (
 
 def inspect(options: argparse.Namespace) -> int:
     """Print the survey; return 1 if it found a fault."""
+    if OTHERS in (options.tenant or ()):
+        raise ConfigError(f"--tenant {OTHERS}: so all that are not named are told")
     namespaces = survey(options.path)
     faults = [fault for namespace in namespaces for fault in namespace.faults]
     if options.json:

@@ -284,7 +284,8 @@ class Core(CoreSteps):
         if hints.release:
             self.unpin(keys, cold=True)
         if hints.retain_s is not None:
-            host = hints.retain_host or not self.targets
+            # Stores retain nothing.
+            host = hints.retain_host or not self.owned
             refused += len(keys) - self.pin(keys, now + hints.retain_s, host=host, yields=True)
         if hints.demote:
             self.demote(keys, now)
@@ -497,7 +498,7 @@ class Core(CoreSteps):
         self._prefetches.reset()
         self._arrivals.reset()
         self._settings.reset()
-        self._removals.reset()
+        self._removals.reset(close_tiers=close_tiers)
         self._questions.reset()
         self._transfers.reset((row for _, row in late), close_tiers=close_tiers)
         self._victims.reset()

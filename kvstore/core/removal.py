@@ -161,7 +161,11 @@ class Removals:
     def erased(self, move: Move, completion: Completion) -> None:
         """Take in the end of an erasure; records it could not erase are reported, not retried."""
         self._erasing.discard(move.tier)
+        (target,) = (one for one in self._targets if one.number == move.tier)
         for key, ok in zip(move.keys, completion.ok, strict=True):
+            if ok and key in target.entries and key not in target.index.writing:
+                # A store has answered meanwhile what was so before.
+                target.forget((key,))
             hidden = self.hidden[key]
             hidden.erased(move.tier, ok)
             if not hidden.recorded:
@@ -169,11 +173,20 @@ class Removals:
                     removal.end((key,), failed=hidden.failed)
             self._end_if_over(key, hidden)
 
-    def reset(self) -> None:
-        """End every removal, as all tiers forget everything."""
+    def reset(self, *, close_tiers: bool = False) -> None:
+        """End every removal, as all tiers forget everything.
+
+        Records stay where others find them: in stores, and in tiers that are closed (`close_tiers`)
+        for the next process. They count as not erased.
+        """
+        stay = {
+            target.number
+            for target in self._targets
+            if close_tiers or target.health.closed or target.store is not None
+        }
         for key, hidden in self.hidden.items():
             for removal in hidden.removals:
-                removal.end((key,))
+                removal.end((key,), failed=not stay.isdisjoint(hidden.recorded))
         self.hidden.clear()
         self._places.clear()
         self._erasing.clear()

@@ -214,6 +214,11 @@ class History:
                 # They may not be reported yet: consumers must know of them before they leave.
                 self._changes += [(key, False) for key in keys]
                 self._gone.update(keys)
+                if len(self._gone) > self._most:
+                    # Nobody takes them.
+                    self.lost += len(self._untold)
+                    self._untold.clear()
+                    self._gone.clear()
             self._changes += [(key, True) for key in keys]
             self._drop_old()
 

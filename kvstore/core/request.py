@@ -22,12 +22,15 @@ from __future__ import annotations
 
 import enum
 import math
+from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, field
 
 from kvstore.core.hints import Hints
 
 __all__ = ["MOST_REQUESTS", "Chain", "Loaded", "Request", "RequestState", "Requests"]
+
+MOST_LOOKED_AT = 1024
 
 MOST_REQUESTS = 2**16
 """Most requests that are remembered if a server never reports their end."""
@@ -404,7 +407,7 @@ class Request:
         return f"Request({self.id}, {self.state.name}, {self.granted}/{len(self.keys)} granted)"
 
 
-class Requests(dict[str, Request]):
+class Requests(OrderedDict[str, Request]):
     """The requests that are remembered, by id, in the order in which they came."""
 
     def open(self, request_id: str) -> Request:
@@ -421,12 +424,13 @@ class Requests(dict[str, Request]):
             del self[request.id]
 
     def oldest(self, wanted: Callable[[Request], object]) -> Request | None:
-        """Return the first that is `wanted`; those before it count as new from now on."""
-        for _ in range(len(self)):
-            name = next(iter(self))
-            request = self[name]
+        """Return the first that is `wanted`; those before it count as new from now on.
+
+        Of very many only the first are looked at, the next ones by the next call.
+        """
+        for _ in range(min(len(self), MOST_LOOKED_AT)):
+            request = next(iter(self.values()))
             if wanted(request):
                 return request
-            del self[name]
-            self[name] = request
+            self.move_to_end(request.id)
         return None

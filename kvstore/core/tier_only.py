@@ -203,7 +203,7 @@ class Jobs:
             tier.count("errors")
         if move.op is Op.PROMOTE:
             self._promoted(tier, move, completion, now)
-            tier.health.arrived(len(move.keys), started, completion.ended_by(now))
+            tier.health.arrived(completion.ok.count(True), started, completion.ended_by(now))
         elif move.op is Op.CASCADE:
             self._stores.ended(move, completion, now)
         elif tier.owned is not None:

@@ -189,7 +189,7 @@ class Transfers:
             self._removals.erased(move, completion)
         elif move.op is Op.PROMOTE:
             self._promoted(tier, move, completion, now)
-            tier.health.arrived(len(move.keys), started, completion.ended_by(now))
+            tier.health.arrived(completion.ok.count(True), started, completion.ended_by(now))
         elif move.op is Op.CASCADE:
             if tier.target is not None:
                 self.cascades.ended(tier.target, move, completion, now)

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from kvstore.errors import ConfigError, ForeignFileError, KVStoreError, PathUnusableError
+from kvstore.errors import ForeignFileError, KVStoreError, PathUnusableError
 from kvstore.maintenance.payloads import Proof, payload_fault, sealer_of
 from kvstore.policies.shares import OTHERS, TAG_BYTES, tag_of
 from kvstore.tiers.disk.epoch import EPOCH_NAME, lost_epoch, read_epoch
@@ -181,8 +181,7 @@ def survey(path: str | os.PathLike[str]) -> list[NamespaceSurvey]:
     if found:
         return sorted([*found, *unsearched], key=lambda each: each.path)
     if unsearched:
-        (fault,) = unsearched[0].faults
-        raise PathUnusableError(f"{path} holds no kvstore namespace; {fault}")
+        raise PathUnusableError(f"{path} holds no kvstore namespace; {unsearched[0].faults[0]}")
     above = enclosing(folder)
     reason = "" if above is None else f"; it lies in the namespace {above}, give that"
     raise EmptyPathError(f"{path} holds no kvstore namespace{reason}")
@@ -197,7 +196,7 @@ def check_folder(path: str | os.PathLike[str]) -> Path:
     try:
         folder = Path(path)
         if folder.name in ("", ".."):
-            # What is above a link, is above where it leads to.
+            # What is above a link is above where it leads to.
             folder = Path(os.path.realpath(folder))
         mode = folder.stat().st_mode
     except (FileNotFoundError, NotADirectoryError) as error:
@@ -310,22 +309,15 @@ def chunks_by_tenant(namespace: NamespaceSurvey, names: Sequence[str]) -> dict[s
     """Count the chunks that somebody may find, for each of these tenants and for all others.
 
     The names of tenants are not on disk: of other tenants it cannot be said who they are.
-
-    Raises:
-        ConfigError: for a tenant that is named like all others.
     """
-    if OTHERS in names:
-        raise ConfigError(f"tenant {OTHERS!r}: that is what all that are not named are told as")
     tags = {tag_of(name): name for name in names}
-    found = dict.fromkeys([*names, OTHERS], 0)
+    found = Counter(dict.fromkeys([*names, OTHERS], 0))
     for lane in namespace.lanes:
         for segment in lane.segments:
             with contextlib.suppress(ForeignFileError, OSError):
                 keys = read_index(Path(segment.path))[1].of_epoch(*namespace.epochs).keys()
-                owners = (tags.get(key[:TAG_BYTES], OTHERS) for key in keys)
-                for name, count in Counter(owners).items():
-                    found[name] += count
-    return found
+                found.update(tags.get(key[:TAG_BYTES], OTHERS) for key in keys)
+    return dict(found)
 
 
 def _newest(folder: Path) -> int | None:
@@ -369,11 +361,10 @@ def _other_bytes(folder: Path, segments: set[str]) -> int:
     size = 0
     with contextlib.suppress(OSError):
         for path in folder.iterdir():
-            if path.name in segments or path.name == LOCK_NAME or is_probe(path):
-                continue
-            with contextlib.suppress(OSError):
-                found = path.lstat()
-                size += max(found.st_size, 512 * found.st_blocks)
+            if not (path.name in segments or path.name == LOCK_NAME or is_probe(path)):
+                with contextlib.suppress(OSError):
+                    found = path.lstat()
+                    size += max(found.st_size, 512 * found.st_blocks)
     return size
 
 
@@ -387,10 +378,8 @@ def _segment(path: Path, namespace: NamespaceSurvey) -> tuple[SegmentSurvey, lis
     faults: list[Fault] = []
     if size < geometry.file_bytes:
         faults.append(Fault.cut_short(path, size, geometry.file_bytes))
-    damaged = live.damaged
-    if damaged:
-        # Read again: a record that a running server was writing is complete by now.
-        damaged = sorted(set(damaged) & set(read_index(path)[1].damaged))
+    # Read again: a record that a running server was writing is complete by now.
+    damaged = live.damaged and sorted({*live.damaged} & {*read_index(path)[1].damaged})
     faults += [Fault(str(path), slot, "damaged record") for slot in damaged]
     stored = live.records["stored_ms"]
     count = len(live.slots)

@@ -160,3 +160,13 @@ def test_events_that_nobody_takes_are_bounded_and_the_loss_is_told_once() -> Non
     assert [line for line in rig.log if "events" in line] == [
         "events are not taken: the oldest are dropped, and counted"
     ]
+
+
+def test_what_leaves_while_nobody_takes_what_was_there_is_bounded() -> None:
+    events = History(most=100)
+    events.want(True, chain("old", 50))
+    for number in range(1000):
+        events.left(chain(f"p{number}", 1))
+    assert len(events.take()) <= 100
+    assert not events._gone
+    assert events.lost >= 1000 - 100 + 50

@@ -7,6 +7,7 @@ import math
 import pytest
 
 from kvstore.core import Core, HostPool
+from kvstore.core.residency.remote_answers import Answers
 from kvstore.policies import create_policy
 from kvstore.types import Op
 from tests.core.rig import Rig, chain
@@ -334,3 +335,18 @@ def test_host_memory_that_becomes_smaller_than_its_pins_lets_the_last_of_them_go
     grant = rig.core.prepare_store(chain("x", 2), "s")
     assert grant is not None
     assert len(grant.rows) == 2
+
+
+@pytest.mark.parametrize("store", [None, Answers()])
+def test_without_a_disk_host_memory_keeps_what_is_retained(store: Answers | None) -> None:
+    rig = Rig(rows=16, on=(), store=store)
+    keys = chain("a", 4)
+    rig.core.on_new_request("r", params={"kvstore": {"retain_s": 300}})
+    rig.put(keys, "r")
+    rig.core.on_request_finished("r")
+    rig.settle(0.01)
+    for wave in range(6):
+        rig.put(chain(f"f{wave}", 8), f"w{wave}")
+        rig.core.on_request_finished(f"w{wave}")
+        rig.settle(0.01)
+    assert all(map(rig.in_host, keys))

@@ -336,3 +336,28 @@ def test_saved_seconds_are_what_loads_would_have_taken_to_compute() -> None:
     load(bench, one)
     assert bench.stats.saved == pytest.approx(LONG * pace)
     assert bench.stats.tiers[0].saved == pytest.approx(LONG * 0.01)
+
+
+def test_that_nothing_is_there_says_nothing_about_how_fast_a_tier_is() -> None:
+    prompts = [chain(f"p{number}", 32) for number in range(4)]
+    keys = [key for prompt in prompts for key in prompt]
+    rig = Rig(rows=64, on=(keys,), segment_slots=512, recompute=0.01)
+    tier = rig.core.tiers[0]
+
+    def read(number: int, seconds: float, *, gone: bool = False) -> None:
+        rig.ask(prompts[number], f"r{number}")
+        rig.step(0.001)
+        for move in rig.under_way(Op.PROMOTE):
+            rig.end(move, failed=move.keys if gone else (), ended=rig.now + seconds - 0.0001)
+        rig.step(seconds)
+        rig.step(0.01)
+        rig.core.on_request_finished(f"r{number}")
+
+    read(0, 0.3)
+    read(1, 0.9)
+    assert tier.health.recompute.outpaced
+    rig.wait(6)
+    slow = tier.health.pace.per_chunk
+    read(2, 0.001, gone=True)
+    assert tier.health.recompute.outpaced
+    assert tier.health.pace.per_chunk == slow

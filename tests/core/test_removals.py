@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from kvstore.core.residency.remote_answers import Answers
 from kvstore.types import NO_MOVE, Changes, Completion, Op
 from tests.core.rig import Rig, chain
 
@@ -153,3 +154,30 @@ def test_an_erasure_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
         for move in list(rig.moves):
             rig.end(move)
     assert erased == [3, 3, 2]
+
+
+@pytest.mark.parametrize("closes", [True, False])
+def test_records_that_others_still_find_after_a_reset_are_not_told_as_erased(closes: bool) -> None:
+    keys = chain("secret", 3)
+    rig = Rig(rows=8, on=(keys,) if closes else (), store=None if closes else Answers())
+    removal = rig.core.remove(keys)
+    rig.core.reset(close_tiers=closes)
+    assert removal.done
+    assert sorted(removal.unerased) == sorted(keys)
+
+
+def test_an_answer_from_before_a_removal_does_not_bring_a_chunk_back() -> None:
+    (key,) = keys = chain("a", 1)
+    rig = Rig(rows=8, on=(), store=Answers())
+    rig.ask(keys)
+    rig.step()
+    removal = rig.core.remove(keys)
+    rig.step()
+    (question,), (erasure,) = rig.under_way(Op.ASK), rig.under_way(Op.ERASE)
+    rig.end(question)
+    rig.end(erasure)
+    for _ in range(2):
+        rig.step()
+    assert removal.done
+    assert rig.core.contains(keys) == [False]
+    assert not rig.core.places(key)

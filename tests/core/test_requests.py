@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 import pytest
 
 from kvstore.core import Pace
+from kvstore.core.request import MOST_LOOKED_AT, Request, Requests
 from kvstore.policies import AdmissionFilter
 from kvstore.types import Op
 from tests.core.rig import Rig, chain
@@ -341,3 +342,21 @@ def test_who_read_what_is_forgotten_with_a_reset() -> None:
     assert rig.resolve(keys, "after") == 3
     rig.load(keys, "after")
     assert rig.stats.loaded_from == {"disk": 6}
+
+
+def test_of_many_requests_that_cannot_be_forgotten_few_are_looked_at_in_a_step() -> None:
+    requests = Requests()
+    for number in range(3 * MOST_LOOKED_AT):
+        requests.open(str(number))
+    looked: list[str] = []
+
+    def wanted(request: Request) -> bool:
+        looked.append(request.id)
+        return request.id == str(2 * MOST_LOOKED_AT)
+
+    assert requests.oldest(wanted) is None
+    assert len(looked) == MOST_LOOKED_AT
+    assert requests.oldest(wanted) is None
+    found = requests.oldest(wanted)
+    assert found is not None
+    assert looked == [str(number) for number in range(2 * MOST_LOOKED_AT + 1)]

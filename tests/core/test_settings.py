@@ -284,3 +284,24 @@ def test_of_policies_that_are_set_one_after_the_other_the_last_one_stays() -> No
         rig.step()
     assert rig.core._pool.policy.name == "s3-fifo"
     assert len(rig.core._pool.policy) == len(keys)
+
+
+@pytest.mark.parametrize("one", [True, False])
+def test_what_cannot_be_read_does_not_keep_a_tier_large_for_ever(one: bool) -> None:
+    keys = chain("k", 32)
+    rig = Rig(rows=4, on=(keys,), segment_slots=8, segments=4, relocation_chunks=8)
+    bad = set(keys[31:] if one else keys[7::8])
+    # The segment with the fewest chunks has one of them.
+    rig.core.remove(keys[24:27])
+    rig.settle(0.1)
+    rig.core.limit_segments(0, [1], create_policy("lru", 8))
+    for _ in range(4000):
+        for move in rig.step(1.0):
+            failed = [key for key in move.keys if key in bad] if move.op is Op.RELOCATE else []
+            rig.end(move, failed=failed, unread=failed)
+        if not rig.core.changing:
+            break
+    assert (rig.core.changing, rig.owned().slots.segments) == (0, 1)
+    # What lies in a segment that can stay is still there.
+    assert len(bad & set(rig.owned().entries)) == 1
+    assert len(rig.owned().entries) >= 7

@@ -11,6 +11,7 @@ valid copies, and either may be used.
 A tier that was made smaller empties its surplus segments in the same way, at any time and without
 a budget; where other segments have no room, the coldest chunks are evicted. Chunks of the segment
 that are being read or written meanwhile are waited for: their slots, and the file, stay until then.
+Those that could not be read several times are forgotten.
 
 Segments that hold what is encrypted with outdated keys are emptied in the same way (`rewrite`), as
 copies are encrypted with the newest keys. Their files are removed, and others grow in their place.
@@ -43,7 +44,8 @@ REWRITES = 32
 """Moves in a second while segments are rewritten; with moves of 2 MiB, 64 MiB/s."""
 
 TRIES = 3
-"""How often it is tried to rewrite a segment before it is left as it is."""
+"""How often it is tried to rewrite a segment before it is left as it is, and to empty one of a tier
+that becomes smaller before what cannot be read is forgotten."""
 
 FAILURE_PAUSE = 60.0
 """Seconds without compaction after a copy or a removal failed."""
@@ -200,7 +202,7 @@ class Compactor:
             self._rewriting = True
             move = self._begin(self._rewrites[0])
         elif self._groups is None:
-            move = self._begin(self._slots.surplus_segment() if surplus else self._sparse())
+            move = self._begin(self._worth_emptying(surplus))
         else:
             move = self._begin_next(self._groups)
         self._under_way = move is not None
@@ -224,6 +226,7 @@ class Compactor:
             with suppress(ValueError):
                 self._rewrites.remove(move.segment)
             self.removed_segments += 1
+            del self._tries[move.segment]
             self._end()
         if completion.error is not None:
             self._give_up(now)
@@ -243,16 +246,22 @@ class Compactor:
         self.unrewritten = left
 
     def _relocated(self, move: Move, completion: Completion, now: float) -> bool:
-        """Take in copies; returns whether all chunks that may be intact were copied."""
+        """Take in copies; returns whether none is left that may be intact."""
         index, slots = self._index, self._slots
         index.end_reads(move.keys)
-        unread = set(completion.unread)
+        unread, left = set(completion.unread), False
+        # A tier becomes smaller in the end, whatever cannot be read in it.
+        gives_way = self._shrinks and self._tries[self._victim] >= TRIES - 1
         copies = zip(move.keys, move.slots, move.targets, completion.ok, strict=True)
         for place, (key, source, target, ok) in enumerate(copies):
             # The chunk may have left meanwhile, and may even be back in another slot.
             here = index.entries.get(key) == source
             if place in unread:
                 slots.set_aside((target,), now)
+                if not (here and gives_way) or key in index.reading:
+                    left = True
+                    continue
+                slots.give(index.forget((key,)))
                 continue
             if here and key in index.reading:
                 # The slot must not be used for others before that read has ended.
@@ -268,7 +277,7 @@ class Compactor:
             slots.give((target,))
             if here:
                 slots.give(index.forget((key,)))
-        return not unread
+        return not left
 
     def _begin(self, victim: int | None) -> Move | None:
         if victim is None:
@@ -277,9 +286,10 @@ class Compactor:
         self._slots.retire(victim)
         return self._list()
 
-    def _sparse(self) -> int | None:
-        """Return a segment that is worth emptying."""
-        found = self._slots.sparse_segment(SPARSE, self._stuck)
+    def _worth_emptying(self, surplus: bool) -> int | None:
+        """Return a segment to empty; those that could not be emptied come last."""
+        slots, stuck = self._slots, self._stuck
+        found = slots.surplus_segment(stuck) if surplus else slots.sparse_segment(SPARSE, stuck)
         if found is None:
             self._stuck.clear()
         return found
@@ -442,6 +452,7 @@ class Compactor:
                 self.unrewritten += 1
         elif self._groups is None:
             self._stuck.add(self._victim)
+            self._tries[self._victim] += 1
         self._stop()
 
     def _stop(self) -> None:

@@ -208,7 +208,10 @@ class Health:
         return self._line("back", "is back")
 
     def arrived(self, chunks: int, started: float, ended: float) -> None:
-        """Note a promotion of `chunks` chunks that lasted from `started` to `ended`."""
+        """Note a promotion that read `chunks` chunks and lasted from `started` to `ended`."""
+        if not chunks:
+            # That nothing is there is told at once, and says nothing about reads.
+            return
         if not self._arrived:
             self._arrived_since, self._arrived_by = started, ended
         self._arrived_since = min(self._arrived_since, started)

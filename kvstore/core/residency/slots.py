@@ -432,14 +432,18 @@ class Slots:
         enough = self.free - its_free >= live + self._headroom + max(size // 2, 1)
         return victim if live <= most * size and enough else None
 
-    def surplus_segment(self) -> int | None:
-        """Return the segment to empty next, of the device that has most beyond its limit."""
+    def surplus_segment(self, passed_over: Collection[int] = ()) -> int | None:
+        """Return the segment to empty next, of the device that has most beyond its limit.
+
+        Args:
+            passed_over: segments that do not count.
+        """
         if not self._excess:
             return None
         stripes = len(self._stripes)
         device = max(self._excess, key=self._excess.__getitem__)
         its = (segment for segment in self._segments if segment % stripes == device)
-        return max(its, key=self._free_in)
+        return max((one for one in its if one not in passed_over), key=self._free_in, default=None)
 
     def emptiest_segment(self, passed_over: Collection[int]) -> int | None:
         """Return the segment that holds the fewest chunks, of those not passed over."""
