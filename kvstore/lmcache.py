@@ -87,6 +87,7 @@ class KVStoreL2Adapter(L2AdapterInterface):
         self._store = kvstore.open_sync(attrs.evolve(config, identity=identity))
         self._lock = threading.Lock()
         self._next = 0
+        self._closing_until: float | None = None
         self._locked: dict[bytes, tuple[int, float]] = {}
         """How many lookups keep a chunk for their loads, and how long the last of them does."""
         self._stores: _Tasks[L2StoreResult] = _Tasks("stores", TASKS_AT_ONCE)
@@ -172,12 +173,8 @@ class KVStoreL2Adapter(L2AdapterInterface):
         """Remove objects from host memory and every tier; waits for it."""
         names = [self._key(key) for key in keys]
         there = self._tried("deleted", lambda: self._store.contains(names), [False] * len(keys))
-        removed = self._tried(
-            "deleted", lambda: self._store.remove(names, timeout=self._timeout), None
-        )
-        if removed is None:
-            return
-        # What a neighbour has is found again.
+        self._tried("deleted", lambda: self._store.remove(names, timeout=self._timeout), None)
+        # What a neighbour has is found again. What takes long to erase is gone all the same.
         left = self._tried("deleted", lambda: self._store.contains(names), [True] * len(keys))
         each = zip(keys, there, left, strict=True)
         gone = [key for key, held, found in each if held and not found]
@@ -203,7 +200,11 @@ class KVStoreL2Adapter(L2AdapterInterface):
         }
 
     def close(self) -> None:
-        """End in order: tasks are waited for, and what is on its way to a tier."""
+        """End in order: tasks are waited for, and what is on its way to a tier.
+
+        Not for more than `max_wait_s` in all, however many tasks there are.
+        """
+        self._closing_until = time.monotonic() + self._timeout
         kinds = (self._stores, self._lookups, self._loads)
         for tasks in kinds:
             tasks.workers.shutdown()
@@ -224,12 +225,22 @@ class KVStoreL2Adapter(L2AdapterInterface):
         names = [self._key(keys[at]) for at in fit]
         # What is there already was told when it came.
         before = self._store.contains(names)
-        stored = self._store.put(
-            names, [buffers[at] for at in fit], durable=self._capacity > 0, timeout=self._timeout
-        )
-        new = [keys[at] for at, held in zip(fit[:stored], before, strict=False) if not held]
-        if new:
-            self._notify_keys_stored(new, [size] * len(new))
+        until = time.monotonic() + self._timeout
+        if self._closing_until is not None:
+            until = min(until, self._closing_until)
+        try:
+            stored = self._store.put(
+                names,
+                [buffers[at] for at in fit],
+                durable=self._capacity > 0,
+                timeout=max(0.0, until - time.monotonic()),
+            )
+        finally:
+            # Also of those that come behind one that is not there, or too late.
+            each = zip(fit, before, self._store.contains(names), strict=True)
+            new = [keys[at] for at, had, has in each if has and not had]
+            if new:
+                self._notify_keys_stored(new, [size] * len(new))
         if len(fit) < len(keys):
             other = next(len(buffer) for buffer in buffers if len(buffer) != size)
             self._failed("stored", f"{len(keys) - len(fit)} have another size than chunk_bytes = "
@@ -261,6 +272,8 @@ class KVStoreL2Adapter(L2AdapterInterface):
         buffers = [one.byte_array for one in objects]
         filled: list[int] = []
         at, until = 0, time.monotonic() + self._timeout
+        if self._closing_until is not None:
+            until = min(until, self._closing_until)
         with contextlib.suppress(TimeoutError):
             for held, run in groupby(self._store.contains(names)):
                 end = at + len(list(run))

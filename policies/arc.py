@@ -57,6 +57,9 @@ class ARC(EvictionPolicy):
                 b1.popitem(last=False)
         elif len(self) + len(b1) + len(b2) >= 2 * self.capacity and b2:
             b2.popitem(last=False)
+        # Of a tenant that had more than its part of the room, which others then took.
+        while len(b1) + len(b2) > 2 * self.capacity:
+            (b2 or b1).popitem(last=False)
         self._t1[key] = None
 
     def touch(self, key: bytes) -> None:

@@ -20,10 +20,11 @@ from kvstore.config.model import HOST_ALONE
 from kvstore.core import Flow
 from kvstore.errors import ConfigError
 from kvstore.plugins import Choice
-from kvstore.simulation import Costs, Outcome, Setup, Trace, read_trace, replay, sample
+from kvstore.simulation import Costs, Outcome, Setup, Trace, read_trace, replay
 from kvstore.sizes import format_size
 from kvstore.tools.output import print_json, print_table, whole_number
 from kvstore.tools.replays import (
+    DEFAULT_PART,
     about,
     add_costs,
     chunk_bytes_of,
@@ -32,11 +33,15 @@ from kvstore.tools.replays import (
     note,
     print_trace,
     progress_of,
+    sampled,
     scaled,
 )
 from kvstore.tools.top import is_url, scrape
 
 __all__ = ["add_advise_arguments", "run_advise"]
+
+PROMPTS = 8
+"""Of the longest, which the host memory of a sample holds where that of the whole does."""
 
 REPLAYED = 400_000
 """Accesses that one replay has, at most about; a longer trace is sampled by conversations."""
@@ -68,7 +73,7 @@ def add_advise_arguments(parser: argparse.ArgumentParser) -> None:
         help="a trace, such as record_trace writes; or a server's metrics",
     )  # fmt: skip
     parser.add_argument(
-        "--host", default="10%",
+        "--host",
         help="host memory: chunks, percent of the trace's chunks, or bytes; 10%% by default",
     )  # fmt: skip
     parser.add_argument(
@@ -97,13 +102,15 @@ def run_advise(options: argparse.Namespace) -> int:
     if not trace.accesses:
         raise ConfigError(f"{trace.name}: no request asks for a chunk")
     size = chunk_bytes_of(options.chunk_bytes, trace)
-    tried = _Trial(trace, size, costs)
-    host, disk = (
-        min(MOST_CHUNKS, chunks_of(f"--{name}", getattr(options, name), trace, size))
-        for name in ("host", "disk")
-    )
+    # The default must also work for a trace so short that 10 % is less than a chunk.
+    host = max(1, trace.unique // DEFAULT_PART)
+    if options.host is not None:
+        host = min(MOST_CHUNKS, chunks_of("--host", options.host, trace, size))
     if host < 1:
         raise ConfigError(f"--host {options.host}: must be at least one chunk")
+    # More than all chunks of the trace hits no more.
+    disk = min(trace.unique, chunks_of("--disk", options.disk, trace, size))
+    tried = _Trial(trace, size, costs, host)
     advice = tried.advise(host, disk)
     note("")
     best = advice.best
@@ -144,9 +151,11 @@ class _Advice:
 class _Trial:
     """Replays of one trace, in the order in which they were made."""
 
-    def __init__(self, trace: Trace, size: int | None, costs: Costs) -> None:
-        rate = min(1.0, REPLAYED / max(1, trace.accesses))
-        self.part = trace if rate == 1 else sample(trace, rate, 0)
+    def __init__(self, trace: Trace, size: int | None, costs: Costs, host: int) -> None:
+        self._longest = max(map(len, trace.requests))
+        # Host memory, scaled, has to hold some prompts, as it does.
+        rate = min(1.0, max(REPLAYED / max(1, trace.accesses), PROMPTS * self._longest / host))
+        self.part = sampled(trace, rate, 0) or trace
         self.outcomes: dict[Setup, Outcome] = {}
         self._trace, self._size, self._costs = trace, size, costs
         self._priced = costs.pays_from is not None
@@ -174,12 +183,11 @@ class _Trial:
         elif disk:
             best = self._with_disk(host, disk, alone, sentences)
         sentences.append(self._of_host(best, alone, whole))
-        longest = max(map(len, self._trace.requests))
-        if longest > host:
+        if self._longest > host:
             sentences.append(
-                f"The longest prompt has {longest} chunks, more than host memory: counted is the "
-                "part of it that fits, as for vLLM. Where prompts are streamed through host memory "
-                "(get_into, windows, SGLang, LMCache) a disk brings more than is said here."
+                f"The longest prompt has {self._longest} chunks, more than host memory: counted is "
+                "the part of it that fits, as for vLLM. Where prompts are streamed through host "
+                "memory (get_into, windows, SGLang, LMCache) a disk brings more than is said here."
             )
         if (saved := self._costs.saved(best)) is not None:
             per = 1000 * saved / max(1, best.requests)  # Both of the part.
@@ -248,9 +256,10 @@ class _Trial:
     def _replayed(self, setup: Setup) -> Outcome:
         if setup not in self.outcomes:
             scale = self.part.unique / self._trace.unique
+            ahead = round(setup.reserve * scale)
             self.outcomes[setup] = replay(
                 self.part,
-                scaled(setup, scale),
+                replace(scaled(setup, scale), reserve=ahead),
                 chunk_bytes=self._size,
                 progress=progress_of(f"replay {len(self.outcomes) + 1} of at most 15", self.part),
             )
@@ -334,7 +343,7 @@ class _Trial:
         values: dict[str, Any] = {
             "chunk_bytes": size,
             "cpu_bytes_to_use": (setup.host + setup.reserve) * self._size,
-            "eviction_policy": str(setup.host_policy),
+            "eviction_policy": _named(setup.host_policy),
         }
         if setup.disk:
             values["identity"] = {"model": "name", "weights": "v1"}
@@ -343,7 +352,7 @@ class _Trial:
                     "type": "disk",
                     "path": "/nvme/kv",
                     "capacity_bytes": setup.disk * size,
-                    "eviction_policy": str(setup.disk_policy),
+                    "eviction_policy": _named(setup.disk_policy),
                     "flow": setup.flow.value,
                 }
             ]
@@ -389,6 +398,11 @@ def _costs(options: argparse.Namespace, url: str | None) -> Costs:
         computed = now.mean("compute_seconds_per_chunk") or None
         costs = Costs(computed, read=min(known, default=None))
     return costs_of(options, costs)
+
+
+def _named(choice: Choice) -> str | dict[str, Any]:
+    """A policy as the configuration takes it."""
+    return {"name": choice.name, **dict(choice.parameters)} if choice.parameters else choice.name
 
 
 def _toml(values: dict[str, Any]) -> Iterator[str]:

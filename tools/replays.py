@@ -14,12 +14,13 @@ from typing import Any
 from kvstore.errors import ConfigError
 from kvstore.plugins import Choice
 from kvstore.policies.reuse import REUSE_TABLE
-from kvstore.simulation import Costs, Setup, Trace
+from kvstore.simulation import Costs, Setup, Trace, sample
 from kvstore.simulation.replay import DEFAULT_CHUNK_BYTES
 from kvstore.sizes import format_size, parse_size
 from kvstore.tools.output import shows_progress
 
 __all__ = [
+    "DEFAULT_PART",
     "about",
     "add_costs",
     "chunk_bytes_of",
@@ -28,10 +29,14 @@ __all__ = [
     "note",
     "print_trace",
     "progress_of",
+    "sampled",
     "scaled",
     "shown_bytes",
     "split",
 ]
+
+DEFAULT_PART = 10
+"""The part of a trace, one in so many chunks, that host memory takes by default."""
 
 
 def split(text: str) -> list[str]:
@@ -126,6 +131,14 @@ def _milliseconds(text: str) -> float:
     if not 0 < value < float("inf"):
         raise argparse.ArgumentTypeError("must be milliseconds, a number above 0")
     return value
+
+
+def sampled(trace: Trace, rate: float, seed: int) -> Trace | None:
+    """Sample so much of a trace; None where it has too few conversations to be sampled."""
+    if rate >= 1:
+        return trace
+    part = sample(trace, rate, seed)
+    return part if part.accesses >= rate * trace.accesses / 2 else None
 
 
 def scaled(setup: Setup, scale: float) -> Setup:

@@ -24,7 +24,6 @@ from kvstore.simulation import (
     optimum,
     read_trace,
     replay,
-    sample,
     sizes_between,
 )
 from kvstore.simulation.replay import DEFAULT_CHUNK_BYTES
@@ -32,6 +31,7 @@ from kvstore.sizes import format_size
 from kvstore.tools.fleets import replay_fleets
 from kvstore.tools.output import print_json, print_table, whole_number
 from kvstore.tools.replays import (
+    DEFAULT_PART,
     about,
     add_costs,
     chunk_bytes_of,
@@ -40,15 +40,13 @@ from kvstore.tools.replays import (
     note,
     print_trace,
     progress_of,
+    sampled,
     scaled,
     shown_bytes,
     split,
 )
 
 __all__ = ["add_simulate_arguments", "run_simulate"]
-
-DEFAULT_PART = 10
-"""The part of a trace, one in so many chunks, that host memory takes by default."""
 
 NOTED_BYTES = 8 * 2**20
 """Size of a trace from which the progress of reading it is shown."""
@@ -136,7 +134,12 @@ def run_simulate(options: argparse.Namespace) -> int:
     setups = _setups(options, trace, policies, size)
     if options.replicas is not None:
         return replay_fleets(options, trace, setups, size)
-    part = trace if options.sample is None else sample(trace, options.sample, options.seed)
+    part = trace
+    if options.sample is not None:
+        found = sampled(trace, options.sample, options.seed)
+        if found is None:
+            raise ConfigError(f"--sample {options.sample:g}: there are too few conversations")
+        part = found
     scale = part.unique / trace.unique
     outcomes = []
     for number, setup in enumerate(setups, 1):
@@ -206,7 +209,7 @@ def _curve(options: argparse.Namespace, trace: Trace, policies: list[Choice]) ->
     rate = options.sample
     if rate is None:
         rate = min(1.0, CURVE_ACCESSES / max(1, trace.accesses * len(policies)))
-    part = trace if rate >= 1 else sample(trace, rate, options.seed)
+    part = sampled(trace, rate, options.seed) or trace
     sizes = sizes_between(max(1, trace.unique // 200), trace.unique, CURVE_POINTS)
     lines: dict[str, list[tuple[int, float]]] = {}
     for policy in policies:

@@ -58,9 +58,14 @@ class Costs:
         return None if self.compute is None else self.compute * chunks + self.deeper * depths
 
     def saved(self, outcome: Outcome) -> float | None:
-        """Seconds of computing that the hits save, less those that reads from disk take."""
+        """Seconds of computing that the hits save, less those that reads from disk take.
+
+        None where one of these is not known.
+        """
         computing = self.computing(outcome.hits, outcome.hit_depths)
-        return None if computing is None else computing - (self.read or 0.0) * outcome.disk_hits
+        if computing is None or (self.read is None and outcome.disk_hits):
+            return None
+        return computing - (self.read or 0.0) * outcome.disk_hits
 
     def share_saved(self, outcome: Outcome) -> float:
         """The part of all computing that the hits save; of all chunks, where no cost is known."""

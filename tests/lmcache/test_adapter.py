@@ -267,6 +267,51 @@ def test_deleted_objects_are_gone_and_told_of(tmp_path: Path) -> None:
         assert told == [("stored", keys), ("deleted", keys[:2])]
 
 
+def test_what_is_there_or_gone_after_a_task_that_failed_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    keys = make_object_keys(4)
+    with adapter(tmp_path) as one:
+        told: list[Any] = []
+        one.register_listener(_Listener(told))
+
+        def too_late(name: str) -> None:
+            real = getattr(one._store, name)
+
+            def late(*those: Any, **named: Any) -> None:
+                real(*those, **named)
+                raise TimeoutError("it continues")
+
+            monkeypatch.setattr(one._store, name, late)
+
+        too_late("put")
+        assert not store(one, keys, objects(4)).is_successful()
+        assert look_up(one, keys) == [0, 1, 2, 3]
+        one.submit_unlock(keys)
+        too_late("remove")
+        one.delete(keys)
+        assert look_up(one, keys) == []
+        assert told == [("stored", keys), ("deleted", keys)]
+
+
+def test_tasks_that_wait_for_a_disk_that_hangs_do_not_keep_it_open_one_by_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    waited: list[float] = []
+    with adapter(tmp_path, max_wait_s=0.5) as one:
+
+        def hangs(*those: Any, timeout: float, **named: Any) -> int:
+            waited.append(timeout)
+            time.sleep(timeout)
+            raise TimeoutError("no answer")
+
+        monkeypatch.setattr(one._store, "put", hangs)
+        for _ in range(200):
+            one.submit_store_task(make_object_keys(1), objects(1))
+    assert len(waited) == 200
+    assert sum(waited) < 200 * 0.5 / 2
+
+
 def test_what_is_not_deleted_is_not_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     keys = make_object_keys(4)
     with adapter(tmp_path) as one, adapter(tmp_path) as neighbour:

@@ -108,3 +108,16 @@ def test_a_search_of_one_question_at_a_time_comes_to_an_end() -> None:
 
         victims = policy.evict(1, protected, (b"new",))
     assert victims == [b"d"]
+
+
+def test_ghosts_are_bounded_where_it_held_more_than_its_part() -> None:
+    # A tenant's part of a tier, which fills all of it by day and is drained by others at night.
+    arc = ARC(10)
+    for day in range(20):
+        keys = [b"%d %d" % (day, number) for number in range(50)]
+        for key in keys:
+            arc.insert(key)
+            arc.touch(key)
+        assert arc.evict(len(arc), lambda key: 0) is not None
+    arc.insert(b"last")
+    assert len(arc._b1) + len(arc._b2) <= 2 * arc.capacity

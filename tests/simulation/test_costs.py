@@ -7,7 +7,7 @@ import math
 import pytest
 
 from kvstore.plugins import Choice
-from kvstore.simulation import Costs, Setup, Trace, replay
+from kvstore.simulation import Costs, Outcome, Setup, Trace, replay
 from tests.simulation.traces import conversations
 
 
@@ -50,3 +50,9 @@ def test_a_disk_pays_from_a_depth_on() -> None:
 def test_what_is_no_cost_is_refused_with_what_is(text: str) -> None:
     with pytest.raises(ValueError, match="12,30@60: 12 ms for the first chunk"):
         Costs.parse(text)
+
+
+def test_without_the_cost_of_reads_nothing_is_said_of_what_a_disk_saves() -> None:
+    costs = Costs(0.01)
+    assert costs.saved(Outcome(Setup(4), host_hits=3, accesses=9)) is not None
+    assert costs.saved(Outcome(Setup(4, 8), host_hits=3, accesses=9, disk_hits=1)) is None

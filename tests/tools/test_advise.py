@@ -86,9 +86,14 @@ def test_what_it_prints_can_be_put_into_a_file(
     assert "A disk pays where a chunk is read sooner than it is computed" in text
     (marked,) = (line for line in text.splitlines() if re.match(r"\* +\d", line))
     assert f"{round(values['cpu_bytes_to_use'] / 2**20)}" in marked
-    (tmp_path / "advised.toml").write_text(text[text.index("chunk_bytes =") :])
-    assert main(["config", "check", str(tmp_path / "advised.toml")]) in (0, 1)
-    assert "segment_bytes" not in capsys.readouterr().err
+    for more in ((), ("--disk", "0")):
+        assert main(["advise", str(trace), "--chunk-bytes", "2MiB", *more]) == 0
+        text = capsys.readouterr().out
+        (tmp_path / "advised.toml").write_text(text[text.index("chunk_bytes =") :])
+        assert main(["config", "check", str(tmp_path / "advised.toml")]) in (0, 1)
+        assert "kvstore: " not in capsys.readouterr().err
+        (config,) = re.findall("eviction_policy = .*hit-density.*", text) if more else [text]
+        assert more == () or "whole_stores = true" in config
 
 
 def test_a_disk_that_reads_slower_than_the_server_computes_does_not_pay(
@@ -150,8 +155,8 @@ def test_no_more_disk_is_advised_than_brings_hits(
 ) -> None:
     unique = read_trace(trace).unique
     advice = told(capsys, trace, "--host", "5%", "--disk", 8 * unique)
-    assert advice["best"]["disk_chunks"] <= 2 * unique
-    assert any(one.startswith("More than ") for one in advice["advice"])
+    assert 0 < advice["best"]["disk_chunks"] <= unique
+    assert max(one["disk_chunks"] for one in advice["tried"]) <= unique
     little = told(capsys, trace, "--host", "5%", "--disk", unique // 8)
     assert "More disk than there is would bring more hits." in little["advice"]
 
@@ -243,12 +248,20 @@ def test_prompts_larger_than_host_memory_are_told_of(
 def test_of_a_sample_the_whole_is_told(
     trace: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    whole = told(capsys, trace, "--host", "5%", "--compute-ms", 10)
+    costs = ("--host", "30%", "--compute-ms", 10, "--read-ms", 1)
+    monkeypatch.setattr(advise, "PROMPTS", 1)
+    whole = told(capsys, trace, *costs)
     monkeypatch.setattr(advise, "REPLAYED", read_trace(trace).accesses // 2)
-    part = told(capsys, trace, "--host", "5%", "--compute-ms", 10)
+    part = told(capsys, trace, *costs)
     assert part["trace"]["sample"]["accesses"] < 0.8 * whole["trace"]["accesses"]
     for name in ("saved_s", "accesses"):
         assert part["tried"][0][name] == pytest.approx(whole["tried"][0][name], rel=0.25)
+    # Of a memory that holds few prompts the sample's would hold none; of one conversation, as well.
+    monkeypatch.setattr(advise, "PROMPTS", 8)
+    assert told(capsys, trace, "--host", "5%")["trace"].get("sample") is None
+    one = conversations(trace, users=1, turns=200)
+    monkeypatch.setattr(advise, "REPLAYED", 400)
+    assert told(capsys, one, "--host", "90%")["best"]["hit_ratio"] > 0.1
 
 
 def test_of_several_engines_the_mean_counts_and_of_tiers_the_disk(
