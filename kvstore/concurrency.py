@@ -68,11 +68,7 @@ def in_thread(call: Callable[[], _T], executor: Executor) -> asyncio.Future[_T]:
     future: Future[_T] = Future()
 
     def run() -> None:
-        if future.set_running_or_notify_cancel():
-            try:
-                future.set_result(call())
-            except BaseException as error:
-                future.set_exception(error)
+        _run_into(future, call)
 
     try:
         asyncio.get_running_loop().run_in_executor(executor, run)
@@ -258,12 +254,15 @@ class Daemons(Executor):
         future: Future[_T] = Future()
 
         def call() -> None:
-            if not future.set_running_or_notify_cancel():
-                return
-            try:
-                future.set_result(fn(*arguments, **named))
-            except BaseException as error:
-                future.set_exception(error)
+            _run_into(future, lambda: fn(*arguments, **named))
 
         start_thread(threading.Thread(target=call, name=self._name, daemon=True))
         return future
+
+
+def _run_into(future: Future[_T], call: Callable[[], _T]) -> None:
+    if future.set_running_or_notify_cancel():
+        try:
+            future.set_result(call())
+        except BaseException as error:
+            future.set_exception(error)

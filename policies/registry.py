@@ -8,6 +8,7 @@ name is the policy's or filter's name and whose value is the class.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from importlib.metadata import entry_points
 from typing import Any, Generic, TypeVar
 
@@ -41,6 +42,7 @@ __all__ = [
 ]
 
 _T = TypeVar("_T")
+_C = TypeVar("_C", bound=type)
 _P = TypeVar("_P", bound=type[EvictionPolicy])
 _F = TypeVar("_F", bound=type[AdmissionFilter])
 
@@ -60,8 +62,8 @@ class Registry(Generic[_T]):
         self.group = group
         self.classes: dict[str, type[_T]] = {}
 
-    def register(self, cls: type[_T]) -> None:
-        """Make a class known under its `name`.
+    def register(self, cls: _C) -> _C:
+        """Class decorator: make a class known under its `name`.
 
         Raises:
             ValueError: if the class is of another kind, or has no name, or another has taken it.
@@ -74,6 +76,7 @@ class Registry(Generic[_T]):
         if taken is not None and taken is not cls:
             raise ValueError(f"{self.kind} name {name!r} is already taken by {taken.__qualname__}")
         self.classes[name] = cls
+        return cls
 
     def names(self) -> list[str]:
         """List every name that is registered or provided by an installed package, sorted."""
@@ -126,25 +129,10 @@ _policies: Registry[EvictionPolicy] = Registry("policy", EvictionPolicy, "kvstor
 _filters: Registry[AdmissionFilter] = Registry("filter", AdmissionFilter, "kvstore.filters")  # type: ignore[type-abstract]
 _registry = _policies.classes
 
-
-def register_policy(cls: _P) -> _P:
-    """Class decorator: make a policy known under its `name`.
-
-    Raises:
-        ValueError: if the class has no name, or another class has taken it.
-    """
-    _policies.register(cls)
-    return cls
-
-
-def policy_names() -> list[str]:
-    """List every name that is registered or provided by an installed package, sorted."""
-    return _policies.names()
-
-
-def has_policy(name: str) -> bool:
-    """Whether `policy_names` includes it."""
-    return _policies.has(name)
+register_policy: Callable[[_P], _P] = _policies.register
+register_filter: Callable[[_F], _F] = _filters.register
+policy_names, has_policy, find_policy = _policies.names, _policies.has, _policies.find
+filter_names, has_filter, find_filter = _filters.names, _filters.has, _filters.find
 
 
 def create_policy(name: str, capacity: int, **parameters: Any) -> EvictionPolicy:
@@ -157,36 +145,6 @@ def create_policy(name: str, capacity: int, **parameters: Any) -> EvictionPolicy
     return _policies.checked(name, parameters)(capacity, **parameters)
 
 
-def find_policy(name: str) -> type[EvictionPolicy]:
-    """Return the policy called `name`.
-
-    Raises:
-        ValueError: if there is none (the message lists all names), or if the package
-            that provides it cannot be loaded.
-    """
-    return _policies.find(name)
-
-
-def register_filter(cls: _F) -> _F:
-    """Class decorator: make an admission filter known under its `name`.
-
-    Raises:
-        ValueError: if the class has no name, or another class has taken it.
-    """
-    _filters.register(cls)
-    return cls
-
-
-def filter_names() -> list[str]:
-    """List every name that is registered or provided by an installed package, sorted."""
-    return _filters.names()
-
-
-def has_filter(name: str) -> bool:
-    """Whether `filter_names` includes it."""
-    return _filters.has(name)
-
-
 def create_filter(name: str, capacity: int, chunk_bytes: int, **parameters: Any) -> AdmissionFilter:
     """Build the filter called `name` for a tier of `capacity` chunks of `chunk_bytes` each.
 
@@ -195,16 +153,6 @@ def create_filter(name: str, capacity: int, chunk_bytes: int, **parameters: Any)
             take, of another type or out of range, naming what is allowed.
     """
     return _filters.checked(name, parameters)(capacity, chunk_bytes, **parameters)
-
-
-def find_filter(name: str) -> type[AdmissionFilter]:
-    """Return the filter called `name`.
-
-    Raises:
-        ValueError: if there is none (the message lists all names), or if the package
-            that provides it cannot be loaded.
-    """
-    return _filters.find(name)
 
 
 for _policy in (LRU, FIFO, ARC, LFU, SIEVE, S3FIFO, WTinyLFU, HitDensity):

@@ -22,12 +22,11 @@ from kvstore.errors import ConfigError
 from kvstore.plugins import Choice
 from kvstore.simulation import Costs, Outcome, Setup, Trace, read_trace, replay
 from kvstore.sizes import format_size
-from kvstore.tools.output import print_json, print_table, whole_number
+from kvstore.tools.output import parse_bytes, print_json, print_table, whole_number
 from kvstore.tools.replays import (
     DEFAULT_PART,
     about,
     add_costs,
-    chunk_bytes_of,
     chunks_of,
     costs_of,
     note,
@@ -79,7 +78,9 @@ def add_advise_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--disk", default="100%", help="disk there is at most, in the same way; 100%% by default"
     )
-    parser.add_argument("--chunk-bytes", help="size of a chunk, if the trace does not give it")
+    parser.add_argument(
+        "--chunk-bytes", type=parse_bytes, help="size of a chunk, if the trace does not give it"
+    )
     parser.add_argument(
         "--server", metavar="URL", help="its metrics, for the seconds to compute and read a chunk"
     )
@@ -101,7 +102,7 @@ def run_advise(options: argparse.Namespace) -> int:
     trace = read_trace(Path(options.where), limit=options.limit)
     if not trace.accesses:
         raise ConfigError(f"{trace.name}: no request asks for a chunk")
-    size = chunk_bytes_of(options.chunk_bytes, trace)
+    size = options.chunk_bytes or trace.chunk_bytes
     # The default must also work for a trace so short that 10 % is less than a chunk.
     host = max(1, trace.unique // DEFAULT_PART)
     if options.host is not None:

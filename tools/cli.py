@@ -295,7 +295,7 @@ def _export(command: argparse.ArgumentParser) -> None:
 
 def _import(command: argparse.ArgumentParser) -> None:
     from kvstore.tools.bundle import run_import
-    from kvstore.tools.config import parse_bytes
+    from kvstore.tools.output import parse_bytes
 
     command.add_argument("file", type=Path, help="the bundle")
     command.add_argument("path", type=_folder, help="folder of the cache")

@@ -25,16 +25,16 @@ from kvstore.errors import NOT_PARSED, ConfigError, KVStoreError
 from kvstore.gate import codecs_of
 from kvstore.observe.recorder import fault_of
 from kvstore.plugins import create_tier
-from kvstore.sizes import format_size, parse_size
+from kvstore.sizes import format_size
 from kvstore.tiers.disk.format import Geometry
 from kvstore.tiers.disk.namespace import Namespace
 from kvstore.tiers.disk.trust import Trust, open_folder
 from kvstore.tiers.pinned import round_to_page
 from kvstore.tiers.sealing import Sealer
-from kvstore.tools.output import print_json, print_table
+from kvstore.tools.output import parse_bytes, print_json, print_table
 from kvstore.types import TierPlace
 
-__all__ = ["add_config_arguments", "parse_bytes", "run_config"]
+__all__ = ["add_config_arguments", "run_config"]
 
 VLLM_KEYS = CONNECTOR_KEYS | {
     "blocks_per_chunk",
@@ -103,17 +103,6 @@ def add_config_arguments(parser: argparse.ArgumentParser) -> None:
         ("reference", "print the tables of docs/configuration.md"),
     ):
         actions.add_parser(name, help=text, description=text)
-
-
-def parse_bytes(text: str) -> int:
-    """A size of at least one byte, from a command line."""
-    try:
-        size = parse_size(text)
-    except ValueError as error:
-        raise argparse.ArgumentTypeError(str(error)) from error
-    if size < 1:
-        raise argparse.ArgumentTypeError("must be at least 1 byte")
-    return size
 
 
 def run_config(options: argparse.Namespace) -> int:

@@ -21,7 +21,7 @@ from rich.table import Table
 from rich.text import Text
 
 from kvstore.errors import KVStoreError
-from kvstore.sizes import format_size
+from kvstore.sizes import format_size, parse_size
 
 __all__ = [
     "age",
@@ -29,9 +29,11 @@ __all__ = [
     "confirm",
     "counted",
     "is_terminal",
+    "parse_bytes",
     "print_json",
     "print_table",
     "show_progress",
+    "shows_progress",
     "whole_number",
 ]
 
@@ -113,6 +115,17 @@ def age(milliseconds: int) -> str:
         if seconds >= 2 * unit:
             return f"{seconds / unit:.0f} {name}"
     return f"{seconds:.0f} s"
+
+
+def parse_bytes(text: str) -> int:
+    """A size of at least one byte, from a command line."""
+    try:
+        size = parse_size(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from error
+    if size < 1:
+        raise argparse.ArgumentTypeError("must be at least 1 byte")
+    return size
 
 
 def shows_progress() -> bool:

@@ -23,7 +23,6 @@ __all__ = [
     "DEFAULT_PART",
     "about",
     "add_costs",
-    "chunk_bytes_of",
     "chunks_of",
     "costs_of",
     "note",
@@ -76,23 +75,6 @@ def _chunks_of(option: str, text: str, trace: Trace, size: int | None) -> int:
             "give the size of a chunk"
         )
     return wanted // size
-
-
-def chunk_bytes_of(text: str | None, trace: Trace) -> int | None:
-    """The size of a chunk as given, or else as the trace tells it; None if it does not.
-
-    Raises:
-        ConfigError: if `text` is no size.
-    """
-    if text is None:
-        return trace.chunk_bytes
-    try:
-        size = parse_size(text)
-    except ValueError as error:
-        raise ConfigError(f"--chunk-bytes {text}: {error}") from error
-    if size < 1:
-        raise ConfigError(f"--chunk-bytes {text}: must be at least 1 byte")
-    return size
 
 
 def add_costs(parser: argparse.ArgumentParser) -> None:

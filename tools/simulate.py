@@ -29,12 +29,11 @@ from kvstore.simulation import (
 from kvstore.simulation.replay import DEFAULT_CHUNK_BYTES
 from kvstore.sizes import format_size
 from kvstore.tools.fleets import replay_fleets
-from kvstore.tools.output import print_json, print_table, whole_number
+from kvstore.tools.output import parse_bytes, print_json, print_table, whole_number
 from kvstore.tools.replays import (
     DEFAULT_PART,
     about,
     add_costs,
-    chunk_bytes_of,
     chunks_of,
     costs_of,
     note,
@@ -94,7 +93,7 @@ def add_simulate_arguments(command: argparse.ArgumentParser) -> None:
         "--router", default=ROUTERS[0], help=f"of replicas: {', '.join(ROUTERS)}; {several}"
     )
     command.add_argument(
-        "--chunk-bytes",
+        "--chunk-bytes", type=parse_bytes,
         help="size of a chunk, such as 2MiB; sizes in bytes need it if the trace does not give it",
     )  # fmt: skip
     add_costs(command)
@@ -123,7 +122,7 @@ def run_simulate(options: argparse.Namespace) -> int:
     trace = read_trace(options.trace, limit=options.limit, progress=_reading)
     if not trace.accesses:
         raise ConfigError(f"{trace.name}: no request asks for a chunk")
-    size = chunk_bytes_of(options.chunk_bytes, trace)
+    size = options.chunk_bytes or trace.chunk_bytes
     costs = costs_of(options)
     if options.read_ms is not None and costs.compute is None:
         raise ConfigError("--read-ms says what is saved only with --compute-ms")

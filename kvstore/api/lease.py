@@ -15,7 +15,6 @@ import weakref
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterator, Sequence, Set
 from functools import partial
-from types import TracebackType
 from typing import TYPE_CHECKING, Any, overload
 
 import numpy as np
@@ -213,12 +212,7 @@ class Lease:
         self._chunks = await begin()
         return self._chunks
 
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         if not self._home.here:
             # The lease ends on the store's loop, and the caller gets an error.
             self.send_back()

@@ -10,7 +10,6 @@ import contextlib
 import logging
 import time
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
-from types import TracebackType
 from typing import Any, TypeVar
 
 import numpy as np
@@ -85,12 +84,7 @@ class Opening:
         self._store = await self._open()
         return self._store
 
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         assert self._store is not None
         await self._store.close()
 
@@ -527,12 +521,7 @@ class Store:
         self._driver.check()
         return self
 
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         await self.close()
 
     def __repr__(self) -> str:

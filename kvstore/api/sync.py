@@ -11,7 +11,6 @@ import contextlib
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from types import TracebackType
 from typing import Any
 
 from kvstore.api.arguments import (
@@ -93,12 +92,7 @@ class SyncStore:
         self._calls.check()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: object, *_: object) -> None:
         if kind is None or not self._calls.foreign:
             # What a child of a fork raises on its way out is not to be hidden.
             self.close()
@@ -276,12 +270,7 @@ class SyncLease:
             self._end(raising=True)
             raise
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: object, *_: object) -> None:
         self._end(raising=kind is not None)
 
     async def _begin(self) -> Chunks:

@@ -6,7 +6,6 @@ import asyncio
 import contextlib
 import uuid
 from collections.abc import Sequence
-from types import TracebackType
 from typing import TYPE_CHECKING
 
 from kvstore.api.lease import Chunks, Lease
@@ -42,14 +41,9 @@ class Windows:
     async def __aenter__(self) -> Windows:
         return self
 
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    async def __aexit__(self, kind: object, *_: object) -> None:
         try:
-            await self._give_back(kind, error, trace)
+            await self._give_back()
         finally:
             # What a child of a fork is told hides no other exception.
             with contextlib.suppress(*(() if kind is None else (KVStoreError,))):
@@ -112,15 +106,10 @@ class Windows:
         if (lease := self._lease) is not None:
             lease.send_back()
 
-    async def _give_back(
-        self,
-        kind: type[BaseException] | None = None,
-        error: BaseException | None = None,
-        trace: TracebackType | None = None,
-    ) -> None:
+    async def _give_back(self) -> None:
         lease, self._lease = self._lease, None
         if lease is not None:
-            await lease.__aexit__(kind, error, trace)
+            await lease.__aexit__()
 
 
 class SyncWindows:
@@ -133,14 +122,9 @@ class SyncWindows:
     def __enter__(self) -> SyncWindows:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: object, *_: object) -> None:
         try:
-            self._calls.wait(lambda: self._windows.__aexit__(kind, error, trace))
+            self._calls.wait(lambda: self._windows.__aexit__(kind))
         except KVStoreError:
             if self._calls.ended:
                 self._windows.drop()

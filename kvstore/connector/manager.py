@@ -63,32 +63,7 @@ STEP_SECONDS = 0.25
 """Longest step, for servers that do not call `on_schedule_end`."""
 
 
-@in_turns(
-    "lookup",
-    "lookup_prefix",
-    "is_deferred",
-    "touch",
-    "prepare_load",
-    "complete_load",
-    "prepare_store",
-    "complete_store",
-    "on_new_request",
-    "on_request_queued",
-    "on_request_turn",
-    "on_request_decided",
-    "is_coming",
-    "most_tokens",
-    "on_request_finished",
-    "on_schedule_end",
-    "on_step_reported",
-    "take_events",
-    "begin_step",
-    "stats",
-    "reset",
-    "shutdown",
-    "transfers_ended",
-    "abandon_transfers",
-)
+@in_turns(but=("has_pending_work",))
 class KVStoreManager(OffloadingManager):
     """Manager of host memory and slower tiers; no call waits for I/O.
 

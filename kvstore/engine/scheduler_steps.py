@@ -10,12 +10,13 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import functools
+import inspect
 import logging
 import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any, TypeVar
 
 from kvstore.assembly import Assembly
@@ -278,12 +279,13 @@ def _engine_over(assembly: Assembly) -> EngineThread:
 _C = TypeVar("_C", bound=type)
 
 
-def in_turns(*names: str) -> Callable[[_C], _C]:
-    """Make the methods `names` of a class hold the lock in its `_turn`."""
+def in_turns(but: Collection[str]) -> Callable[[_C], _C]:
+    """Make a class's own public methods, `but` those, hold the lock in its `_turn`."""
 
     def decorate(cls: _C) -> _C:
-        for name in names:
-            setattr(cls, name, _in_turn(getattr(cls, name)))
+        for name, method in list(vars(cls).items()):
+            if inspect.isfunction(method) and not name.startswith("_") and name not in but:
+                setattr(cls, name, _in_turn(method))
         return cls
 
     return decorate

@@ -157,11 +157,7 @@ def _canonical(config: Any) -> bool:
         return False
     if CANONICAL_FORMAT is None or not getattr(config, "canonical_layout", False):
         raise ConfigError("canonical_layout = true: this vLLM has no canonical layout")
-    parallel = config.parallel
-    shape = {
-        name: int(getattr(parallel, name))
-        for name in ("world_size", "tp_size", "pp_size", "pcp_size", "dcp_size")
-    }
+    parallel, shape = config.parallel, _sizes(config.parallel)
     told = ", ".join(f"{name} = {size}" for name, size in shape.items())
     if not parallel.is_parallelism_agnostic or shape["world_size"] != shape["tp_size"]:
         raise ConfigError(NOT_CERTIFIED % told)
@@ -176,11 +172,13 @@ def _of_this_shape(rank_bytes_per_block: int, replicated: bool, parallel: Any) -
     return {
         "rank_bytes_per_block": rank_bytes_per_block,
         "replicated": replicated,
-        "parallel": {
-            name: int(getattr(parallel, name))
-            for name in ("world_size", "tp_size", "pp_size", "pcp_size", "dcp_size")
-        },
+        "parallel": _sizes(parallel),
     }
+
+
+def _sizes(parallel: Any) -> dict[str, int]:
+    names = ("world_size", "tp_size", "pp_size", "pcp_size", "dcp_size")
+    return {name: int(getattr(parallel, name)) for name in names}
 
 
 def worker_region(

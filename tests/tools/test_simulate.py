@@ -183,7 +183,6 @@ def test_a_picture_is_drawn(
         ),
         (["--disk", "5,1TiB"], "--disk 1TiB: a size in bytes needs --chunk-bytes"),
         (["--replicas", "2", "--store", "1GiB"], "--store 1GiB: a size in bytes needs --chunk-b"),
-        (["--chunk-bytes", "big"], "--chunk-bytes big: "),
         (["--read-ms", "3"], "--read-ms says what is saved only with --compute-ms"),
         (
             ["--compute-ms", "3", "--curve"],

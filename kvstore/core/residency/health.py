@@ -67,18 +67,15 @@ class InFlight:
     @property
     def reading_since(self) -> float | None:
         """When the first move under way that fills host memory was handed out."""
-        for move, started in self._moves.values():
-            if move.op is Op.PROMOTE:
-                return started
-        return None
+        return self._first_of(Op.PROMOTE)
 
     @property
     def writing_since(self) -> float | None:
         """When the first move under way that copies to the tier or grows it was handed out."""
-        for move, started in self._moves.values():
-            if move.op in (Op.CASCADE, Op.GROW):
-                return started
-        return None
+        return self._first_of(Op.CASCADE, Op.GROW)
+
+    def _first_of(self, *ops: Op) -> float | None:
+        return next((started for move, started in self._moves.values() if move.op in ops), None)
 
 
 FIRST_PAUSE, LAST_PAUSE = 1.0, 30.0

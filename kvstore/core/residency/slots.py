@@ -69,14 +69,10 @@ class ExtentAllocator:
                 run_end += 1
                 continue
             if run_end > run_start:
-                self._merge(run_start, run_end)
+                self.give_run(run_start, run_end)
             run_start, run_end = slot, slot + 1
         if run_end > run_start:
-            self._merge(run_start, run_end)
-
-    def give_run(self, start: int, stop: int) -> None:
-        """Return the slots from `start` to before `stop`, all of one segment."""
-        self._merge(start, stop)
+            self.give_run(run_start, run_end)
 
     def free_in(self, segment: int) -> int:
         """Return the number of free slots in a segment."""
@@ -115,7 +111,8 @@ class ExtentAllocator:
                 return next(iter(extents))
         raise AssertionError("no free extent although free > 0")
 
-    def _merge(self, start: int, end: int) -> None:
+    def give_run(self, start: int, end: int) -> None:
+        """Return the slots from `start` to before `end`, all of one segment."""
         if start % self._segment_slots:
             left = self._start_of.get(start)
             if left is not None:

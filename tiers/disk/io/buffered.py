@@ -12,13 +12,18 @@ __all__ = ["BufferedIO"]
 
 
 class BufferedIO(IOBackend):
-    """Moves bytes through the page cache; works on every file system."""
+    """Moves bytes through the page cache; works on every file system.
+
+    Attributes:
+        flags: with which files are opened, beside those of each backend.
+    """
 
     name = "buffered"
+    flags = 0
 
     def open(self, path: Path, *, writable: bool = True) -> int:
         mode = os.O_RDWR if writable else os.O_RDONLY
-        return os.open(path, mode | os.O_NOFOLLOW | os.O_CLOEXEC)
+        return os.open(path, mode | self.flags | os.O_NOFOLLOW | os.O_CLOEXEC)
 
     def read(self, fd: int, buffers: Sequence[memoryview], offset: int) -> int:
         return read_whole(fd, buffers, offset)
