@@ -237,7 +237,8 @@ class KVStoreL2Adapter(L2AdapterInterface):
             )
         finally:
             # Also of those that come behind one that is not there, or too late.
-            each = zip(fit, before, self._store.contains(names), strict=True)
+            there = self._tried("counted", lambda: self._store.contains(names), before)
+            each = zip(fit, before, there, strict=True)
             new = [keys[at] for at, had, has in each if has and not had]
             if new:
                 self._notify_keys_stored(new, [size] * len(new))

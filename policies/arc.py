@@ -23,7 +23,8 @@ class ARC(EvictionPolicy):
 
     The target size p of T1 adapts to ghosts. If a key comes back after it was
     evicted from T1, then T1 was too small; if from T2, then T2 was. The key enters
-    T2 in both cases. There are at most `capacity` ghosts and `capacity` residents.
+    T2 in both cases. There are at most `capacity` ghosts and `capacity` residents;
+    of a tenant, which may have more of a tier than its part, twice as many ghosts.
 
     The paper learns from a ghost hit before it evicts. So does this policy, for the
     `incoming` keys of `evict`. If several keys are evicted, each is chosen as if the

@@ -40,7 +40,8 @@ from kvstore.tools.top import is_url, scrape
 __all__ = ["add_advise_arguments", "run_advise"]
 
 PROMPTS = 8
-"""Of the longest, which the host memory of a sample holds where that of the whole does."""
+"""Of the longest but one in a hundred, which the host memory of a sample holds, if that does not
+make it more than so many times as large."""
 
 REPLAYED = 400_000
 """Accesses that one replay has, at most about; a longer trace is sampled by conversations."""
@@ -153,9 +154,12 @@ class _Trial:
     """Replays of one trace, in the order in which they were made."""
 
     def __init__(self, trace: Trace, size: int | None, costs: Costs, host: int) -> None:
-        self._longest = max(map(len, trace.requests))
+        lengths = sorted(map(len, trace.requests))
+        self._longest = lengths[-1]
         # Host memory, scaled, has to hold some prompts, as it does.
-        rate = min(1.0, max(REPLAYED / max(1, trace.accesses), PROMPTS * self._longest / host))
+        rate = REPLAYED / max(1, trace.accesses)
+        most = lengths[len(lengths) * 99 // 100]
+        rate = min(1.0, max(rate, min(PROMPTS * rate, PROMPTS * most / host)))
         self.part = sampled(trace, rate, 0) or trace
         self.outcomes: dict[Setup, Outcome] = {}
         self._trace, self._size, self._costs = trace, size, costs
@@ -233,7 +237,7 @@ class _Trial:
                 f"More than {self._shown(size)} of disk, up to {self._shown(sizes[-1])}, brings "
                 f"less than {self._points(WORTH)}."
             )
-        elif by_size[-1].hit_ratio < self._limit - WORTH:
+        elif disk < self._trace.unique and by_size[-1].hit_ratio < self._limit - WORTH:
             sentences.append("More disk than there is would bring more hits.")
         if best.setup.flow is Flow.DEMOTE:
             sentences.append(

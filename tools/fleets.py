@@ -9,12 +9,13 @@ from dataclasses import asdict
 from typing import Any
 
 from kvstore.errors import ConfigError
-from kvstore.simulation import ROUTERS, Fleet, FleetOutcome, Setup, Trace, replay_fleet, sample
+from kvstore.simulation import ROUTERS, Fleet, FleetOutcome, Setup, Trace, replay_fleet
 from kvstore.tools.output import print_json, print_table
 from kvstore.tools.replays import (
     about,
     chunks_of,
     note,
+    part_of,
     print_trace,
     progress_of,
     scaled,
@@ -47,7 +48,7 @@ def replay_fleets(
         if router not in ROUTERS:
             raise ConfigError(f"--router {router}: must be one of: {', '.join(ROUTERS)}")
     stores = [chunks_of("--store", text, trace, size) for text in split(options.store)]
-    part = trace if options.sample is None else sample(trace, options.sample, options.seed)
+    part = part_of(trace, options)
     scale = part.unique / trace.unique
     rows = []
     for setup, store, router in itertools.product(setups, stores, routers):

@@ -26,6 +26,7 @@ __all__ = [
     "chunks_of",
     "costs_of",
     "note",
+    "part_of",
     "print_trace",
     "progress_of",
     "sampled",
@@ -121,6 +122,20 @@ def sampled(trace: Trace, rate: float, seed: int) -> Trace | None:
         return trace
     part = sample(trace, rate, seed)
     return part if part.accesses >= rate * trace.accesses / 2 else None
+
+
+def part_of(trace: Trace, options: argparse.Namespace) -> Trace:
+    """The part of a trace that `--sample` asks for.
+
+    Raises:
+        ConfigError: if it has too few conversations to be sampled.
+    """
+    if options.sample is None:
+        return trace
+    part = sampled(trace, options.sample, options.seed)
+    if part is None:
+        raise ConfigError(f"--sample {options.sample:g}: there are too few conversations")
+    return part
 
 
 def scaled(setup: Setup, scale: float) -> Setup:

@@ -37,6 +37,7 @@ from kvstore.tools.replays import (
     chunks_of,
     costs_of,
     note,
+    part_of,
     print_trace,
     progress_of,
     sampled,
@@ -133,12 +134,7 @@ def run_simulate(options: argparse.Namespace) -> int:
     setups = _setups(options, trace, policies, size)
     if options.replicas is not None:
         return replay_fleets(options, trace, setups, size)
-    part = trace
-    if options.sample is not None:
-        found = sampled(trace, options.sample, options.seed)
-        if found is None:
-            raise ConfigError(f"--sample {options.sample:g}: there are too few conversations")
-        part = found
+    part = part_of(trace, options)
     scale = part.unique / trace.unique
     outcomes = []
     for number, setup in enumerate(setups, 1):
@@ -208,7 +204,9 @@ def _curve(options: argparse.Namespace, trace: Trace, policies: list[Choice]) ->
     rate = options.sample
     if rate is None:
         rate = min(1.0, CURVE_ACCESSES / max(1, trace.accesses * len(policies)))
-    part = sampled(trace, rate, options.seed) or trace
+    part = part_of(trace, options)
+    if options.sample is None:
+        part = sampled(trace, rate, options.seed) or trace
     sizes = sizes_between(max(1, trace.unique // 200), trace.unique, CURVE_POINTS)
     lines: dict[str, list[tuple[int, float]]] = {}
     for policy in policies:

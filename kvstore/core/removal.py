@@ -60,7 +60,7 @@ class _Hidden:
         in_host: whether host memory may still have it.
         written: tiers that may still have it.
         recorded: tiers that may have records of it.
-        failed: a tier could not erase its records.
+        failed: tiers that could not erase their records.
     """
 
     def __init__(self, removal: Removal, tiers: Collection[int]) -> None:
@@ -68,7 +68,7 @@ class _Hidden:
         self.in_host = True
         self.written = set(tiers)
         self.recorded = set(tiers)
-        self.failed = False
+        self.failed: set[int] = set()
 
     def join(self, removal: Removal) -> None:
         self.removals.append(removal)
@@ -78,7 +78,8 @@ class _Hidden:
 
     def erased(self, tier: int, ok: bool) -> None:
         self.recorded.discard(tier)
-        self.failed |= not ok
+        if not ok:
+            self.failed.add(tier)
 
     @property
     def over(self) -> bool:
@@ -126,7 +127,7 @@ class Removals:
             elif known.recorded:
                 known.join(removal)
             else:
-                removal.end((key,), failed=known.failed)
+                removal.end((key,), failed=bool(known.failed))
         return removal
 
     def go_on(self) -> None:
@@ -161,16 +162,12 @@ class Removals:
     def erased(self, move: Move, completion: Completion) -> None:
         """Take in the end of an erasure; records it could not erase are reported, not retried."""
         self._erasing.discard(move.tier)
-        (target,) = (one for one in self._targets if one.number == move.tier)
         for key, ok in zip(move.keys, completion.ok, strict=True):
-            if ok and key in target.entries and key not in target.index.writing:
-                # A store has answered meanwhile what was so before.
-                target.forget((key,))
             hidden = self.hidden[key]
             hidden.erased(move.tier, ok)
             if not hidden.recorded:
                 for removal in hidden.removals:
-                    removal.end((key,), failed=hidden.failed)
+                    removal.end((key,), failed=bool(hidden.failed))
             self._end_if_over(key, hidden)
 
     def reset(self, *, close_tiers: bool = False) -> None:
@@ -185,8 +182,10 @@ class Removals:
             if close_tiers or target.health.closed or target.store is not None
         }
         for key, hidden in self.hidden.items():
+            # Those without a record left have ended before.
+            stays = bool(hidden.recorded) and stay & (hidden.recorded | hidden.failed)
             for removal in hidden.removals:
-                removal.end((key,), failed=not stay.isdisjoint(hidden.recorded))
+                removal.end((key,), failed=bool(stays))
         self.hidden.clear()
         self._places.clear()
         self._erasing.clear()
@@ -239,6 +238,9 @@ class Removals:
         index = target.index
         # The move that reads it may be copying it to another slot.
         if key in index.reading or key in index.writing:
+            return False
+        if (store := target.store) is not None and key in store.answers.asked:
+            # The answer may tell what was so before.
             return False
         if key in index.entries:
             target.forget((key,))

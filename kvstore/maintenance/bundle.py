@@ -571,14 +571,20 @@ def _config(
     shapes |= {
         (one.slots, one.whole_bytes) for each in own for lane in each.lanes for one in lane.segments
     }
-    room = max((-(-len(missing) // count) + 1) * size for count, size in shapes)
+
+    def room_for(chunks: int) -> int:
+        return max((-(-chunks // count) + 1) * size for count, size in shapes)
+
     if capacity_bytes is None:
-        capacity_bytes = sum(held) + max(room, *held, 0)
+        capacity_bytes = sum(held) + max(room_for(len(missing)), *held, 0)
     else:
         needed = sum(size for lane in free for size in _held_bytes(lane))
-        if free and missing:
+        new = len(missing)
+        if len(free) == 1 and any(free[0] in each.lanes for each in own):
+            new -= sum(one.slots - one.live for one in free[0].segments)
+        if free and new > 0:
             # What is there gives way to what comes, in this lane as in others that nobody uses.
-            needed += room
+            needed += room_for(new)
         if needed > capacity_bytes:
             raise KVStoreError(
                 f"{path}: some of the chunks that are there would be removed for a capacity of "

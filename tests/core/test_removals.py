@@ -166,6 +166,19 @@ def test_records_that_others_still_find_after_a_reset_are_not_told_as_erased(clo
     assert sorted(removal.unerased) == sorted(keys)
 
 
+def test_what_a_store_could_not_erase_is_told_also_where_a_reset_clears_the_disk() -> None:
+    keys = chain("secret", 2)
+    rig = Rig(rows=8, on=(keys,), store=Answers())
+    removal = rig.core.remove(keys)
+    rig.step()
+    (move,) = (one for one in rig.moves if one.tier == 1)
+    rig.end(move, failed=keys)
+    rig.step()
+    assert not removal.done
+    rig.core.reset()
+    assert sorted(removal.unerased) == sorted(keys)
+
+
 def test_an_answer_from_before_a_removal_does_not_bring_a_chunk_back() -> None:
     (key,) = keys = chain("a", 1)
     rig = Rig(rows=8, on=(), store=Answers())
@@ -173,11 +186,11 @@ def test_an_answer_from_before_a_removal_does_not_bring_a_chunk_back() -> None:
     rig.step()
     removal = rig.core.remove(keys)
     rig.step()
-    (question,), (erasure,) = rig.under_way(Op.ASK), rig.under_way(Op.ERASE)
+    assert not rig.under_way(Op.ERASE)
+    (question,) = rig.under_way(Op.ASK)
     rig.end(question)
-    rig.end(erasure)
-    for _ in range(2):
-        rig.step()
+    rig.settle()
     assert removal.done
+    assert not removal.unerased
     assert rig.core.contains(keys) == [False]
     assert not rig.core.places(key)

@@ -285,7 +285,6 @@ vllm:kvstore_tier_seconds_per_chunk{engine="0",tier="remote"} 0.001
     [
         (("--host", "0"), "--host 0: must be at least one chunk"),
         (("--host", "x"), "--host x"),
-        (("--chunk-bytes", "none"), "--chunk-bytes none"),
         (("--host", "1GiB"), "needs --chunk-bytes"),
     ],
     ids=str,

@@ -27,7 +27,7 @@ from kvstore.maintenance.bundle import (
     read_chunk,
     the_namespace,
 )
-from kvstore.maintenance.offline import compact
+from kvstore.maintenance.offline import compact, purge
 from kvstore.tiers.disk.epoch import raise_epoch
 from kvstore.tiers.disk.namespace import FILE_NAME
 from tests.patience import PATIENCE
@@ -275,6 +275,19 @@ async def test_an_import_into_less_than_is_there_removes_no_free_lane(
         assert store.contains(more) == [True] * len(more)
     # Once more there is nothing to make room for.
     assert import_bundle(file, there, capacity_bytes=needed).there == len(KEYS)
+
+
+async def test_an_import_fills_the_slots_that_are_free_in_its_lane(tmp_path: Path) -> None:
+    await fill(tmp_path / "here")
+    file, there = tmp_path / "bundle", tmp_path / "there"
+    export_bundle(tmp_path / "here", file)
+    capacity = 2**20
+    assert import_bundle(file, there, capacity_bytes=capacity).stored == len(KEYS)
+    held = sum(path.stat().st_size for path in there.rglob("*") if path.is_file())
+    for key in KEYS[:5]:
+        purge(there, key=key)
+    done = import_bundle(file, there, capacity_bytes=held)
+    assert (done.there, done.stored) == (len(KEYS) - 5, len(KEYS))
 
 
 async def test_an_import_into_smaller_segments_displaces_nothing(tmp_path: Path) -> None:

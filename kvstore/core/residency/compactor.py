@@ -11,7 +11,7 @@ valid copies, and either may be used.
 A tier that was made smaller empties its surplus segments in the same way, at any time and without
 a budget; where other segments have no room, the coldest chunks are evicted. Chunks of the segment
 that are being read or written meanwhile are waited for: their slots, and the file, stay until then.
-Those that could not be read several times are forgotten.
+Those that could not be copied several times, while others could, are forgotten.
 
 Segments that hold what is encrypted with outdated keys are emptied in the same way (`rewrite`), as
 copies are encrypted with the newest keys. Their files are removed, and others grow in their place.
@@ -45,7 +45,7 @@ REWRITES = 32
 
 TRIES = 3
 """How often it is tried to rewrite a segment before it is left as it is, and to empty one of a tier
-that becomes smaller before what cannot be read is forgotten."""
+that becomes smaller before what cannot be copied is forgotten, if other chunks can."""
 
 FAILURE_PAUSE = 60.0
 """Seconds without compaction after a copy or a removal failed."""
@@ -97,6 +97,8 @@ class Compactor:
         self._settled: set[int] = set()
         """Segments whose chunks are in order."""
         self._stuck: set[int] = set()
+        self._failures: dict[int, tuple[int, int]] = {}
+        """How often chunks of a segment could not be copied, and `relocated` at the last time."""
         """Sparse segments that could not be emptied: others are tried before them."""
         self._rewrites: deque[int] = deque()
         self._tries: Counter[int] = Counter()
@@ -226,7 +228,7 @@ class Compactor:
             with suppress(ValueError):
                 self._rewrites.remove(move.segment)
             self.removed_segments += 1
-            del self._tries[move.segment]
+            self._failures.pop(move.segment, None)
             self._end()
         if completion.error is not None:
             self._give_up(now)
@@ -237,6 +239,7 @@ class Compactor:
         self._under_way = False
         self._groups, self._settled = None, set()
         self._stuck.clear()
+        self._failures.clear()
         self.rewrite(())
 
     def close(self) -> None:
@@ -250,8 +253,10 @@ class Compactor:
         index, slots = self._index, self._slots
         index.end_reads(move.keys)
         unread, left = set(completion.unread), False
-        # A tier becomes smaller in the end, whatever cannot be read in it.
-        gives_way = self._shrinks and self._tries[self._victim] >= TRIES - 1
+        # A tier becomes smaller in the end, whatever cannot be copied while others can.
+        tries, copied = self._failures.get(self._victim, (0, 0))
+        works = any(completion.ok) or self.relocated > copied
+        gives_way = self._shrinks and tries >= TRIES - 1 and works
         copies = zip(move.keys, move.slots, move.targets, completion.ok, strict=True)
         for place, (key, source, target, ok) in enumerate(copies):
             # The chunk may have left meanwhile, and may even be back in another slot.
@@ -277,6 +282,8 @@ class Compactor:
             slots.give((target,))
             if here:
                 slots.give(index.forget((key,)))
+        if left:
+            self._failures[self._victim] = (tries + 1, self.relocated)
         return not left
 
     def _begin(self, victim: int | None) -> Move | None:
@@ -452,7 +459,6 @@ class Compactor:
                 self.unrewritten += 1
         elif self._groups is None:
             self._stuck.add(self._victim)
-            self._tries[self._victim] += 1
         self._stop()
 
     def _stop(self) -> None:
