@@ -62,6 +62,27 @@ async def test_what_a_record_says_travels_with_its_chunk(
     assert await bench.fetch(KEYS, range(SLOTS)) == [True] * SLOTS, "the old copies stay"
 
 
+async def test_reads_that_are_not_noted_yet_travel_with_their_chunk(
+    folder: Path, open_bench: OpenBench
+) -> None:
+    bench = open_bench()
+    one, other = KEYS[:2]
+    await bench.store([one, other], [0, 1])
+    for key, slot, reads in ((one, 0, 3), (other, 1, 7)):
+        for _ in range(reads):
+            await bench.fetch([key], [slot])
+    # The other has left; its slot is free.
+    assert (await bench.tier.relocate([one], [0], [1])).ok == [True]
+    await bench.tier.close([(one, 1)])
+    assert records(segment_of(folder))[one][2] == 3
+
+
+async def test_a_closed_tier_can_be_named(open_bench: OpenBench) -> None:
+    bench = open_bench()
+    await bench.close()
+    assert "closed" in bench.tier.description
+
+
 async def test_a_segment_whose_file_is_gone_already_is_removed_all_the_same(
     folder: Path, open_bench: OpenBench
 ) -> None:

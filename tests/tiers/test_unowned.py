@@ -71,6 +71,18 @@ def disk_bytes(path: Path) -> int:
     return sum(file.stat().st_blocks * 512 for file in path.rglob("segment-*"))
 
 
+async def test_a_lane_without_a_lock_hides_no_other(folder: Path, open_bench: OpenBench) -> None:
+    first, second = open_bench(), open_bench()
+    await fill(second)
+    for bench in (first, second):
+        await bench.close()
+    # Its owner was killed before it had one, or a copy came without.
+    (folder / NAMESPACE.name / "lane-0" / "lock").unlink()
+    bench = open_bench()
+    assert disk_of(bench).volumes[0].lane.folder.name == "lane-1"
+    await bench.close()
+
+
 # -- what goes -----------------------------------------------------------------------------
 
 

@@ -132,11 +132,21 @@ def _in_order(namespace: Path, trust: Trust, most: float) -> list[int]:
     held: dict[int, int] = {}
     with contextlib.suppress(OSError):
         for number, folder in lane_folders(namespace, trust):
-            if number < MAX_LANES and trust.doubt((folder / LOCK_NAME).lstat()) is None:
-                held[number] = len(segment_files(folder))
+            # Of one that cannot be looked at the others are not worse.
+            with contextlib.suppress(OSError):
+                if number < MAX_LANES and _lock_is_trusted(folder, trust):
+                    held[number] = len(segment_files(folder))
     fit = [number for number, count in held.items() if count <= most]
     fit.sort(key=lambda number: (-held[number], number))
     return list(dict.fromkeys([*fit, *held, *range(MAX_LANES)]))
+
+
+def _lock_is_trusted(folder: Path, trust: Trust) -> bool:
+    try:
+        return trust.doubt((folder / LOCK_NAME).lstat()) is None
+    except FileNotFoundError:
+        # It was copied without, or its owner was killed before. Who takes the lane makes one.
+        return True
 
 
 _owned: weakref.WeakSet[Lane] = weakref.WeakSet()

@@ -282,6 +282,8 @@ class DiskTier(Tier):
 
     @property
     def description(self) -> str:
+        if not self.volumes:
+            return f"disk {self.name}, closed"
         geometry, first = self.geometry, self.volumes[0]
         segments = sum(volume.max_segments for volume in self.volumes)
         codec = "" if self._codec is None else f"{self._codec}, "
@@ -384,6 +386,10 @@ class DiskTier(Tier):
 
         def copy() -> Relocated:
             done = relocate(keys, sources, homes, self.sealer)
+            for slot, target, ok in zip(slots, targets, done.ok, strict=True):
+                if ok:
+                    (index, *source), (other, *home) = self._locate(slot), self._locate(target)
+                    self.volumes[index].move_reads(source, self.volumes[other], home)
             for index in changed:
                 self.volumes[index].lane.touch()
             return done
@@ -440,10 +446,12 @@ class DiskTier(Tier):
         if sealer is not None and (forgotten := sealer.keys.forgotten()):
             return forgotten
         if sealer is not None and sealer.keys.changes != self._keys_seen:
-            self._keys_seen, self._unreadable = sealer.keys.changes, 0
+            seen = sealer.keys.changes
             unchecked.clear()
             for index, volume in enumerate(self.volumes):
-                unchecked.extend((index, number) for number in volume.segments)
+                # Others come and go in other threads.
+                unchecked.extend((index, number) for number in list(volume.segments))
+            self._keys_seen, self._unreadable = seen, 0
         while sealer is not None and unchecked:
             index, number = unchecked[0]
             # The next call begins with another one if this raises.
@@ -591,11 +599,12 @@ async def _close(volume: Volume, order: Iterable[tuple[int, int]]) -> None:
     def finish() -> None:
         try:
             volume.save_recency(order)
-        except OSError as error:
+        except (OSError, MemoryError) as error:
+            why = getattr(error, "strerror", None) or "there is no memory for it"
             logger.warning(
                 "disk tier: recency is not saved: %s",
-                error.strerror,
-                extra=about("disk.recency_lost", error=error.strerror),
+                why,
+                extra=about("disk.recency_lost", error=why),
             )
 
     try:

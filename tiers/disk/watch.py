@@ -222,7 +222,9 @@ class Watch:
         new = len(set(names) - lane.segments.keys())
         if new:
             own = self._own
-            spare = SPARE_DESCRIPTORS + 2 * (own.max_segments - len(own.segments))
+            each = own.backend.descriptors
+            # Those beyond two of a segment are opened when it is written to.
+            spare = SPARE_DESCRIPTORS + each * own.max_segments - 2 * len(own.segments)
             wanted = 2 * new + spare
             room = allow_descriptors(wanted, "following other lanes", tells=not self._short)
             # Segments beyond that are left alone until their lane changes again.
