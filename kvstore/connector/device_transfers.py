@@ -226,6 +226,11 @@ def _to_load(
             f"request {tracked.context.req_id} has {len(blocks)} blocks and {len(state.keys)} "
             f"whole chunks in group {group.index}: too few to load {end} tokens"
         )
+    if tracked.computed % group.tokens_per_block:
+        raise KVStoreError(
+            f"request {tracked.context.req_id} has {tracked.computed} tokens on the device: no "
+            f"whole blocks of group {group.index}"
+        )
     for place in range(group.blocks_to(tracked.computed), count):
         block = blocks[place]
         if not block.is_null and block.block_hash is None:

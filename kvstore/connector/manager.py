@@ -151,6 +151,8 @@ class KVStoreManager(OffloadingManager):
         """Loads without a request."""
         self._storing = UnderWay()
         self._abandoned: list[Transfer] = []
+        self._unreported = 0
+        """The server reports no end of transfers that were prepared before this era."""
         self._store_refused = False
         """Whether a store was refused since the last step, and so waits for room."""
         self._stored = 0.0
@@ -445,19 +447,25 @@ class KVStoreManager(OffloadingManager):
         `transfers_ended`. If a key is prepared again meanwhile, its older transfer must be
         completed first.
         """
+        self._reset(close_tiers)
         self._reports_late = self._late_completions
+        self._unreported = self._core.era
+
+    def _reset(self, close_tiers: bool = False) -> None:
+        if self._abandoned:
+            self._unreported = self._core.era + 1
         self._abandoned.clear()
         self._core.reset(close_tiers=close_tiers)
         self.stepper.hand_over()
 
     def _reset_in_use(self) -> None:
         """Forget everything, unknown to the server: it completes its transfers like all others."""
-        self.reset()
+        self._reset()
         self._reports_late = True
 
     def transfers_ended(self) -> None:
-        """Release the transfers that were under way at the last reset, or abandoned."""
-        self._core.transfers_ended()
+        """Release the transfers that were under way at the server's last reset, or abandoned."""
+        self._core.transfers_ended(self._unreported)
         abandoned, self._abandoned = self._abandoned, []
         for transfer in abandoned:
             if transfer.stores:

@@ -92,8 +92,8 @@ class ConnectorScheduler:
         the next one still computes the last token.
 
         Args:
-            num_computed_tokens: leading tokens, in whole blocks, that the device's own prefix
-                cache has.
+            num_computed_tokens: leading tokens, in whole blocks of every group, that the device's
+                own prefix cache has.
 
         Returns:
             The number, and whether the tokens are loaded between steps: True unless it is 0.

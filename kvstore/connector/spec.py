@@ -112,7 +112,11 @@ class OffloadingSpec(ABC):
 
     def _window(self, group: KVCacheGroupLike) -> Any:
         """Return the sliding window of a group. Overridden for servers that store it elsewhere."""
-        return getattr(group.kv_cache_spec, "sliding_window", None)
+        spec = group.kv_cache_spec
+        if any(each.__name__ == "FullAttentionSpec" for each in type(spec).__mro__):
+            # It keeps all blocks, also where some of its layers have a window.
+            return None
+        return getattr(spec, "sliding_window", None)
 
     def _factor(self) -> int:
         configured = self.extra_config.get("block_size")

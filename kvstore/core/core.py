@@ -507,9 +507,9 @@ class Core(CoreSteps):
         """Return keys that a request still stores, or loads, since before a reset, with eras."""
         return self._overtaken.eras(request_id, stores=stores)
 
-    def transfers_ended(self) -> None:
-        """Take every transfer prepared before the last reset as ended, reported or not."""
-        self._overtaken.all_ended()
+    def transfers_ended(self, era: int | None = None) -> None:
+        """Take every transfer prepared before that era as ended, by default the present one."""
+        self._overtaken.all_ended(self.era if era is None else era)
 
     def device_transfers(self) -> Iterable[tuple[Transfer, int]]:
         """Yield loads and stores that were prepared and are not complete, with their rows."""

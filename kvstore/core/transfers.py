@@ -288,8 +288,7 @@ class Overtaken:
             del self._rows[transfer]
         return True
 
-    def all_ended(self) -> None:
-        """Free the rows of all transfers."""
-        rows = [row for held in self._rows.values() for row in held]
-        self._rows.clear()
-        self._pool.release_held(rows)
+    def all_ended(self, era: int) -> None:
+        """Free the rows of all transfers that were prepared before that era."""
+        for transfer in [one for one in self._rows if one.era < era]:
+            self._pool.release_held(self._rows.pop(transfer))

@@ -25,7 +25,7 @@ __all__ = [
     "check_codec",
     "check_continues",
     "check_engine_with_tiers",
-    "check_prefix_caching",
+    "check_kv_cache",
     "check_recurrent",
     "check_windows",
 ]
@@ -86,12 +86,15 @@ def check_engine_with_tiers(vllm_config: Any, seconds: float) -> None:
         )
 
 
-def check_prefix_caching(vllm_config: Any, kv_cache_config: Any) -> None:
-    """Make sure that the blocks of recurrent layers have hashes.
+def check_kv_cache(vllm_config: Any, kv_cache_config: Any) -> None:
+    """Make sure that the blocks of recurrent layers have hashes, and that blocks are on the device.
 
     Raises:
-        ConfigError: if they have none, as prefix caching is off.
+        ConfigError: if they have none, as prefix caching is off; for HiSparse, which keeps blocks
+            in host memory and begins loads steps after they were found.
     """
+    if getattr(kv_cache_config, "hisparse_host_num_blocks", None) is not None:
+        raise ConfigError("hisparse_config: vLLM's own offloading of blocks cannot be combined")
     cache = vllm_config.cache_config
     if _recurrent(kv_cache_config) and not cache.enable_prefix_caching:
         raise ConfigError(

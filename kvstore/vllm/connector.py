@@ -40,7 +40,7 @@ from kvstore.connector.queued import GroupSizes, QueuedKeys
 from kvstore.errors import ConfigError
 from kvstore.policies.shares import tenant_keys
 from kvstore.types import about
-from kvstore.vllm.checks import check_prefix_caching
+from kvstore.vllm.checks import check_kv_cache
 from kvstore.vllm.engine import (
     Engine,
     WorkerFacts,
@@ -109,7 +109,7 @@ class KVStoreConnector(OffloadingConnector):  # type: ignore[misc]
         _name_spec(vllm_config)
         self._vllm_config, self._groups = vllm_config, kv_cache_config
         self._engine = Engine(vllm_config, kv_cache_config)
-        check_prefix_caching(vllm_config, kv_cache_config)
+        check_kv_cache(vllm_config, kv_cache_config)
         config = build_offloading_config(vllm_config, kv_cache_config)
         self._canonical_layout = getattr(config, "canonical_layout", False)
         self._rank = int(config.parallel.rank)

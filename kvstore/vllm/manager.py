@@ -287,7 +287,7 @@ class KVStoreOffloadingManager(OffloadingManager):
 
     def on_request_turn(self, name: str) -> None:
         """Note that vLLM asks about a request, whether or not it looks anything up."""
-        self._core.on_request_turn(name)
+        self._manager.on_request_turn(Request(name))
 
     def on_request_decided(self, name: str, *, loads: bool, start: int) -> None:
         """Note that vLLM asks no more: it loads what was found, and computes from `start` on."""

@@ -68,6 +68,18 @@ def test_without_a_block_size_an_offloaded_block_is_one_of_the_device() -> None:
     assert spec.block_size_factor == 1
 
 
+def test_full_attention_keeps_its_blocks_whatever_window_its_layers_have() -> None:
+    class FullAttentionSpec(KVCacheSpec):
+        """As of a server that has layers of both kinds in one group."""
+
+    groups = [
+        KVCacheGroup([kind.__name__], kind(16, PAGE, sliding_window=16))
+        for kind in (FullAttentionSpec, KVCacheSpec)
+    ]
+    spec = Sizes(ServerConfig.of(16, {}), KVCacheConfig(groups))
+    assert spec.sliding_window == (None, 16)
+
+
 @pytest.mark.parametrize("told", [96, "96"])
 def test_a_block_size_is_several_blocks_of_the_device(told: object) -> None:
     spec = sizes_of(16, 32, 32, block_size=told)

@@ -11,6 +11,7 @@ import pytest
 
 from kvstore.connector.contract import ReqContext
 from kvstore.connector.manager import KVStoreManager
+from kvstore.connector.mediums import HostLoadStoreSpec
 from kvstore.core import recency
 from kvstore.errors import BlockKeyError, ConfigError, KVStoreError
 from kvstore.maintenance.survey import survey
@@ -261,6 +262,40 @@ def test_transfers_that_are_abandoned_keep_their_rows_until_all_have_ended_and_t
     assert manager.lookup_prefix(loading, late) == 4
     manager.on_schedule_end()
     assert manager.lookup_prefix(storing, late) == 0, "nobody knows what was written there"
+    manager.shutdown()
+
+
+def test_a_reset_by_the_operator_ends_no_transfer_that_the_server_will_report(
+    tmp_path: Path,
+) -> None:
+    manager = open_manager(tmp_path, rows=16, steady=True, late_completions=False)
+    one, two, three = (ReqContext(name) for name in ("one", "two", "three"))
+    before, since, other = keys_from(0, 2), keys_from(100, 2), keys_from(200, 12)
+    assert manager.prepare_store(before, one) is not None
+    manager.on_schedule_end()
+    manager.reset()
+    written = manager.prepare_store(since, two)
+    manager.on_schedule_end()
+    manager._reset_in_use()
+    # Of what was under way at its own reset the server reports nothing more.
+    manager.transfers_ended()
+    given = manager.prepare_store(other, three)
+    assert written is not None
+    assert given is not None
+    spec, other_spec = written.store_spec, given.store_spec
+    assert isinstance(spec, HostLoadStoreSpec)
+    assert isinstance(other_spec, HostLoadStoreSpec)
+    assert not {*spec.block_ids} & {*other_spec.block_ids}
+    manager.complete_store(given.keys_to_store, three)
+    manager.complete_store(written.keys_to_store, two)
+    manager.on_schedule_end()
+    assert manager.stats().busy_rows == 0
+    manager.abandon_transfers()
+    assert manager.prepare_store(before, one) is not None
+    manager.abandon_transfers()
+    manager._reset_in_use()
+    manager.transfers_ended()
+    assert manager.stats().busy_rows == 0
     manager.shutdown()
 
 

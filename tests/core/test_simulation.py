@@ -362,7 +362,7 @@ def _(patch: pytest.MonkeyPatch) -> None:
 
 @breaks("rows of transfers that have ended are free again")
 def _(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(Overtaken, "all_ended", lambda self: None)
+    patch.setattr(Overtaken, "all_ended", lambda self, era: None)
 
 
 @breaks("what is removed is found no more")

@@ -15,7 +15,7 @@ import torch
 from vllm.v1.kv_cache_interface import MambaSpec, SlidingWindowSpec, UniformTypeKVCacheSpecs
 
 from kvstore.errors import ConfigError
-from kvstore.vllm.checks import check_prefix_caching, check_recurrent, check_windows
+from kvstore.vllm.checks import check_kv_cache, check_recurrent, check_windows
 from tests.vllm.parts import engine_like, kv_cache_config, offloading_config
 
 STATES = MambaSpec(
@@ -80,6 +80,13 @@ def test_without_prefix_caching_there_are_no_states_to_offload() -> None:
         return SimpleNamespace(cache_config=SimpleNamespace(enable_prefix_caching=caching))
 
     with pytest.raises(ConfigError, match="--enable-prefix-caching"):
-        check_prefix_caching(engine(False), kv_cache_config(STATES))
-    check_prefix_caching(engine(True), kv_cache_config(STATES))
-    check_prefix_caching(engine(False), kv_cache_config())
+        check_kv_cache(engine(False), kv_cache_config(STATES))
+    check_kv_cache(engine(True), kv_cache_config(STATES))
+    check_kv_cache(engine(False), kv_cache_config())
+
+
+def test_blocks_that_vllm_keeps_in_host_memory_itself_are_refused() -> None:
+    config = kv_cache_config()
+    config.hisparse_host_num_blocks = 7
+    with pytest.raises(ConfigError, match="hisparse_config"):
+        check_kv_cache(SimpleNamespace(), config)

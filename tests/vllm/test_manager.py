@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -608,3 +609,26 @@ def test_the_command_that_checks_a_configuration_knows_the_keys_of_vllm() -> Non
 
     named = {"automatic_identity", "fingerprint_weights"}
     assert OURS | CONNECTOR_KEYS | {BUDGET_KEY} | named == VLLM_KEYS
+
+
+def test_that_vllm_asks_about_a_request_waits_for_the_step_of_an_idle_engine(
+    server: Server,
+) -> None:
+    entered, leaves = threading.Event(), threading.Event()
+
+    def engine() -> None:
+        with server.manager._manager._turn:
+            entered.set()
+            leaves.wait(PATIENCE)
+
+    holder = threading.Thread(target=engine)
+    holder.start()
+    assert entered.wait(PATIENCE)
+    asking = threading.Thread(target=server.manager.on_request_turn, args=("r",))
+    asking.start()
+    asking.join(0.1)
+    assert asking.is_alive()
+    leaves.set()
+    for each in (asking, holder):
+        each.join(PATIENCE)
+        assert not each.is_alive()
