@@ -437,7 +437,8 @@ class KVStoreManager(OffloadingManager):
         Their chunks stay protected until `transfers_ended`. Then unfinished stores are dropped,
         because it is not known what the device has written. All other chunks are kept.
         """
-        # Includes those that were abandoned before.
+        # Includes those that were abandoned before, and what an operator's reset has overtaken.
+        self._unreported = self._core.era
         self._abandoned = [transfer for transfer, _ in self._core.device_transfers()]
 
     def reset(self, *, close_tiers: bool = False) -> None:
@@ -447,21 +448,17 @@ class KVStoreManager(OffloadingManager):
         `transfers_ended`. If a key is prepared again meanwhile, its older transfer must be
         completed first.
         """
-        self._reset(close_tiers)
         self._reports_late = self._late_completions
-        self._unreported = self._core.era
-
-    def _reset(self, close_tiers: bool = False) -> None:
-        if self._abandoned:
-            self._unreported = self._core.era + 1
         self._abandoned.clear()
         self._core.reset(close_tiers=close_tiers)
+        self._unreported = self._core.era
         self.stepper.hand_over()
 
     def _reset_in_use(self) -> None:
         """Forget everything, unknown to the server: it completes its transfers like all others."""
-        self._reset()
+        self._core.reset()
         self._reports_late = True
+        self.stepper.hand_over()
 
     def transfers_ended(self) -> None:
         """Release the transfers that were under way at the server's last reset, or abandoned."""
@@ -469,9 +466,9 @@ class KVStoreManager(OffloadingManager):
         abandoned, self._abandoned = self._abandoned, []
         for transfer in abandoned:
             if transfer.stores:
-                self._core.complete_store((transfer.key,), transfer.request, False)
+                self._core.complete_store((transfer.key,), transfer.request, False, transfer.era)
             else:
-                self._core.complete_load((transfer.key,), transfer.request)
+                self._core.complete_load((transfer.key,), transfer.request, transfer.era)
         self.stepper.hand_over()
 
     def shutdown(self) -> None:

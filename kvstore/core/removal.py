@@ -162,9 +162,13 @@ class Removals:
     def erased(self, move: Move, completion: Completion) -> None:
         """Take in the end of an erasure; records it could not erase are reported, not retried."""
         self._erasing.discard(move.tier)
+        (target,) = (one for one in self._targets if one.number == move.tier)
         for key, ok in zip(move.keys, completion.ok, strict=True):
             hidden = self.hidden[key]
             hidden.erased(move.tier, ok)
+            if ok and key in target.entries and key not in target.index.writing:
+                # A store has answered late what was so before.
+                target.forget((key,))
             if not hidden.recorded:
                 for removal in hidden.removals:
                     removal.end((key,), failed=bool(hidden.failed))

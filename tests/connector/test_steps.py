@@ -290,12 +290,36 @@ def test_a_reset_by_the_operator_ends_no_transfer_that_the_server_will_report(
     manager.complete_store(written.keys_to_store, two)
     manager.on_schedule_end()
     assert manager.stats().busy_rows == 0
+    manager.shutdown()
+
+
+@pytest.mark.parametrize("again", [False, True])
+def test_what_an_operators_reset_overtook_is_abandoned_with_all_else(
+    tmp_path: Path, again: bool
+) -> None:
+    manager = open_manager(tmp_path, rows=16, steady=True, late_completions=False)
+    one, two, three = (ReqContext(name) for name in ("one", "two", "three"))
+    assert manager.prepare_store(keys_from(0, 6), one) is not None
+    manager.on_schedule_end()
+    if not again:
+        manager._reset_in_use()
     manager.abandon_transfers()
-    assert manager.prepare_store(before, one) is not None
-    manager.abandon_transfers()
-    manager._reset_in_use()
+    written = manager.prepare_store(keys_from(50, 4), two)
+    assert written is not None
+    assert isinstance(written.store_spec, HostLoadStoreSpec)
+    manager.on_schedule_end()
+    if again:
+        manager._reset_in_use()
     manager.transfers_ended()
-    assert manager.stats().busy_rows == 0
+    # The server reports what was begun since, and nothing else.
+    given = manager.prepare_store(keys_from(200, 12), three)
+    assert given is not None
+    assert isinstance(given.store_spec, HostLoadStoreSpec)
+    assert not {*written.store_spec.block_ids} & {*given.store_spec.block_ids}
+    manager.complete_store(given.keys_to_store, three)
+    manager.complete_store(written.keys_to_store, two)
+    manager.on_schedule_end()
+    assert manager.prepare_store(keys_from(300, 16), three) is not None
     manager.shutdown()
 
 

@@ -179,7 +179,8 @@ def test_what_a_store_could_not_erase_is_told_also_where_a_reset_clears_the_disk
     assert sorted(removal.unerased) == sorted(keys)
 
 
-def test_an_answer_from_before_a_removal_does_not_bring_a_chunk_back() -> None:
+@pytest.mark.parametrize("overdue", [False, True])
+def test_an_answer_from_before_a_removal_does_not_bring_a_chunk_back(overdue: bool) -> None:
     (key,) = keys = chain("a", 1)
     rig = Rig(rows=8, on=(), store=Answers())
     rig.ask(keys)
@@ -188,6 +189,11 @@ def test_an_answer_from_before_a_removal_does_not_bring_a_chunk_back() -> None:
     rig.step()
     assert not rig.under_way(Op.ERASE)
     (question,) = rig.under_way(Op.ASK)
+    if overdue:
+        # Nobody waits for the answer any more.
+        rig.step(60.0)
+        rig.step()
+        assert rig.under_way(Op.ERASE)
     rig.end(question)
     rig.settle()
     assert removal.done

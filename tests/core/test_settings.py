@@ -302,6 +302,22 @@ def test_a_tier_that_becomes_smaller_while_nothing_can_be_written_forgets_nothin
     assert len(rig.owned().entries) == 16
 
 
+def test_a_tier_of_nothing_that_can_be_read_becomes_smaller_in_the_end() -> None:
+    keys = chain("k", 16)
+    rig = Rig(rows=4, on=(keys,), segment_slots=8, segments=2, relocation_chunks=8)
+    rig.core.remove([key for number, key in enumerate(keys) if number % 8 != 7])
+    rig.settle(0.1)
+    rig.core.limit_segments(0, [1], create_policy("lru", 8))
+    for _ in range(4000):
+        for move in rig.step(1.0):
+            failed = move.keys if move.op is Op.RELOCATE else []
+            rig.end(move, failed=failed, unread=failed)
+        if not rig.core.changing:
+            break
+    assert (rig.core.changing, rig.owned().slots.segments) == (0, 1)
+    assert len(rig.owned().entries) == 1
+
+
 @pytest.mark.parametrize("one", [True, False])
 def test_what_cannot_be_read_does_not_keep_a_tier_large_for_ever(one: bool) -> None:
     keys = chain("k", 32)

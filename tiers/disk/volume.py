@@ -308,15 +308,17 @@ class Volume:
             self._read_ms[extent.segment.number][slots] = 0
 
     def move_reads(self, source: Sequence[int], other: Volume, home: Sequence[int]) -> None:
-        """Let a chunk that was copied keep what was noted of it, and nothing of the one before it.
+        """Let a chunk that was copied have what was noted of it, and nothing of the one before it.
+
+        The source keeps it: the chunk may be found there after all.
 
         Args:
             source: segment and slot in this volume.
             home: segment and slot in the other, which may be this one.
         """
         for mine, its in ((self._reads, other._reads), (self._read_ms, other._read_ms)):
-            its[home[0]][home[1]] = mine[source[0]][source[1]]
-            mine[source[0]][source[1]] = 0
+            if source[0] in mine and home[0] in its:  # Else it was removed meanwhile.
+                its[home[0]][home[1]] = mine[source[0]][source[1]]
 
     def _count_reads(self, extents: Sequence[Extent], outcomes: Sequence[Outcome]) -> None:
         """Count the reads, for the records, and erase records that are wrong."""

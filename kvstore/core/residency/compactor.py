@@ -47,6 +47,9 @@ TRIES = 3
 """How often it is tried to rewrite a segment before it is left as it is, and to empty one of a tier
 that becomes smaller before what cannot be copied is forgotten, if other chunks can."""
 
+MOST_TRIES = 10
+"""How often it is tried at most, whatever else can be copied."""
+
 FAILURE_PAUSE = 60.0
 """Seconds without compaction after a copy or a removal failed."""
 
@@ -97,9 +100,9 @@ class Compactor:
         self._settled: set[int] = set()
         """Segments whose chunks are in order."""
         self._stuck: set[int] = set()
+        """Segments that could not be emptied: others are tried before them."""
         self._failures: dict[int, tuple[int, int]] = {}
         """How often chunks of a segment could not be copied, and `relocated` at the last time."""
-        """Sparse segments that could not be emptied: others are tried before them."""
         self._rewrites: deque[int] = deque()
         self._tries: Counter[int] = Counter()
         self.unrewritten = 0
@@ -184,6 +187,8 @@ class Compactor:
         if self._under_way:
             return None
         rate, surplus = self._rate if self._batch else 0.0, self._shrinks
+        if not surplus:
+            self._failures.clear()
         while self._rewrites and not self._slots.has(self._rewrites[0]):
             self._rewrites.popleft()
         rewrites = bool(self._batch and self._rewrites) and not surplus
@@ -255,7 +260,7 @@ class Compactor:
         unread, left = set(completion.unread), False
         # A tier becomes smaller in the end, whatever cannot be copied while others can.
         tries, copied = self._failures.get(self._victim, (0, 0))
-        works = any(completion.ok) or self.relocated > copied
+        works = any(completion.ok) or self.relocated > copied or tries >= MOST_TRIES
         gives_way = self._shrinks and tries >= TRIES - 1 and works
         copies = zip(move.keys, move.slots, move.targets, completion.ok, strict=True)
         for place, (key, source, target, ok) in enumerate(copies):
@@ -282,7 +287,7 @@ class Compactor:
             slots.give((target,))
             if here:
                 slots.give(index.forget((key,)))
-        if left:
+        if left and self._shrinks:
             self._failures[self._victim] = (tries + 1, self.relocated)
         return not left
 
