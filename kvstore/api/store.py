@@ -438,7 +438,8 @@ class Store:
         Raises:
             KVStoreError: for bad keys or a bad timeout, on another loop, or when the store is or
                 gets closed.
-                If a tier could not erase a record: it may be found by a later process.
+                If a tier could not erase a record: it may be found by a later process. So may one
+                in a store where a `reset` came first: others go on with the names of before.
             TimeoutError: if `timeout` seconds went by first. The removal continues.
         """
         return await within(check_timeout(timeout), "remove", self._remove(keys))

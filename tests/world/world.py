@@ -723,9 +723,9 @@ class Server:
             for key in keys[:done]:
                 world.stored[key] = label
             self._perhaps_killed()
-        # The end of a prompt that is larger than the disk is not kept.
+        # The end of a prompt that is larger than the disk, or than what it was set to, is not kept.
         if durable and wait and done < len(keys) and world.wears_out:
-            await self._insist(keys[done if world.roomy else 0])
+            await self._insist(keys[done if world.roomy and not self.sizes else 0])
 
     def _knows_keys(self) -> bool:
         """Whether it has forgotten what is under keys that were retired."""
