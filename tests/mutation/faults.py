@@ -928,8 +928,8 @@ FAULTS = (
         ),
         (
             "stores that were abandoned count as stored",
-            "self._core.complete_store((transfer.key,), transfer.request, False)",
-            "self._core.complete_store((transfer.key,), transfer.request, True)",
+            "self._core.complete_store((transfer.key,), transfer.request, False, transfer.era)",
+            "self._core.complete_store((transfer.key,), transfer.request, True, transfer.era)",
         ),
         (
             "host memory is given back while a disk that hangs still uses it",
