@@ -101,7 +101,8 @@ class Server:
                 os.killpg(self._running.pid, signal.SIGINT)
             self._running.wait(PATIENCE)
             # Whatever its own server sends to the engine in the meantime.
-            assert "kvstore: closed, 0 chunks not copied" in self._told()
+            told = self._told()
+            assert "kvstore: closed, 0 chunks not copied" in told, told[-4000:]
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(self._running.pid, signal.SIGKILL)
 
