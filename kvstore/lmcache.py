@@ -225,9 +225,7 @@ class KVStoreL2Adapter(L2AdapterInterface):
         names = [self._key(keys[at]) for at in fit]
         # What is there already was told when it came.
         before = self._store.contains(names)
-        until = time.monotonic() + self._timeout
-        if self._closing_until is not None:
-            until = min(until, self._closing_until)
+        until = self._until()
         try:
             stored = self._store.put(
                 names,
@@ -272,9 +270,7 @@ class KVStoreL2Adapter(L2AdapterInterface):
         names = [self._key(key) for key in keys]
         buffers = [one.byte_array for one in objects]
         filled: list[int] = []
-        at, until = 0, time.monotonic() + self._timeout
-        if self._closing_until is not None:
-            until = min(until, self._closing_until)
+        at, until = 0, self._until()
         with contextlib.suppress(TimeoutError):
             for held, run in groupby(self._store.contains(names)):
                 end = at + len(list(run))
@@ -289,6 +285,11 @@ class KVStoreL2Adapter(L2AdapterInterface):
         if filled:
             self._notify_keys_accessed([keys[at] for at in filled])
         return _bitmap(len(keys), filled)
+
+    def _until(self) -> float:
+        """When a task that begins now has to end."""
+        until = time.monotonic() + self._timeout
+        return until if self._closing_until is None else min(until, self._closing_until)
 
     def _tried(self, what: str, call: Callable[[], _T], otherwise: _T) -> _T:
         """The result of a call; what it raises is a fault of the task."""

@@ -255,9 +255,10 @@ def _wait(client: Client, told: dict[str, Any], *, quiet: bool) -> dict[str, Any
 
 def _print(told: dict[str, Any], as_json: bool, lines: Any) -> int:
     try:
-        print(json.dumps(told, indent=2) if as_json else "\n".join(lines(told)))
+        text = json.dumps(told, indent=2) if as_json else "\n".join(lines(told))
     except MALFORMED as error:
         raise KVStoreError(f"the answer of the server cannot be read ({error!r:.100})") from error
+    print(text)
     return int(told.get("state") in ("failed", "cancelled"))
 
 

@@ -201,11 +201,9 @@ def _check_curve(options: argparse.Namespace) -> None:
 
 def _curve(options: argparse.Namespace, trace: Trace, policies: list[Choice]) -> int:
     """Print hit ratios over sizes: exact for plain LRU, from a sample for the others."""
-    rate = options.sample
-    if rate is None:
-        rate = min(1.0, CURVE_ACCESSES / max(1, trace.accesses * len(policies)))
     part = part_of(trace, options)
     if options.sample is None:
+        rate = min(1.0, CURVE_ACCESSES / max(1, trace.accesses * len(policies)))
         part = sampled(trace, rate, options.seed) or trace
     sizes = sizes_between(max(1, trace.unique // 200), trace.unique, CURVE_POINTS)
     lines: dict[str, list[tuple[int, float]]] = {}

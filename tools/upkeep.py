@@ -17,9 +17,10 @@ from kvstore.maintenance.offline import (
     compact,
     layouts_of,
     namespaces_to_change,
+    not_followed,
     purge,
 )
-from kvstore.maintenance.survey import NOT_FOLLOWED, NamespaceSurvey, SegmentSurvey, survey
+from kvstore.maintenance.survey import NamespaceSurvey, SegmentSurvey, survey
 from kvstore.sizes import format_size
 from kvstore.tools.bundle import parse_age, parse_key
 from kvstore.tools.output import age, asks, confirm, counted, print_json, show_progress
@@ -172,7 +173,7 @@ def run_gc(options: argparse.Namespace) -> int:
             # It has vanished, for one: the others are done, and told, all the same.
             forgot.append(PurgedLane(each.path, failed=str(error)))
     for each in links:
-        forgot.append(PurgedLane(each.path, refused=f"{each.path} {NOT_FOLLOWED}"))
+        forgot.append(PurgedLane(each.path, refused=not_followed(each.path)))
     if options.json:
         told: dict[str, object] = {"emptied": [each.name for each in old], "left": left}
         told["lanes"] = [dataclasses.asdict(one) for one in forgot]

@@ -31,6 +31,7 @@ from kvstore.core.hints import Hints
 __all__ = ["MOST_REQUESTS", "Chain", "Loaded", "Request", "RequestState", "Requests"]
 
 MOST_LOOKED_AT = 1024
+"""Most requests that one search for an old one passes over."""
 
 MOST_REQUESTS = 2**16
 """Most requests that are remembered if a server never reports their end."""

@@ -50,6 +50,7 @@ __all__ = [
     "compact",
     "layouts",
     "layouts_of",
+    "not_followed",
     "purge",
 ]
 
@@ -246,7 +247,7 @@ def _on_each_lane(
 
     for its in namespaces:
         if Path(its.path).is_symlink():
-            leave(its.path, refused=_link(its.path))
+            leave(its.path, refused=not_followed(its.path))
             continue
         lanes = {lane.path for lane in its.lanes}
         for fault in its.unlisted:
@@ -259,7 +260,7 @@ def _on_each_lane(
                 leave(its.path, failed=str(error))
                 continue
         for each in its.links:
-            leave(each, refused=_link(each))
+            leave(each, refused=not_followed(each))
         for lane in its.lanes:
             one = make(lane.path)
             done.append(one)
@@ -294,7 +295,8 @@ def namespaces_to_change(path: PathLike, name: str | None = None) -> list[Namesp
     return named
 
 
-def _link(path: str) -> str:
+def not_followed(path: str) -> str:
+    """Why nothing is done to a symbolic link."""
     return f"{path} {NOT_FOLLOWED}"
 
 
