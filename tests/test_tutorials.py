@@ -100,9 +100,14 @@ class Server:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(self._running.pid, signal.SIGINT)
             self._running.wait(PATIENCE)
-            # Whatever its own server sends to the engine in the meantime.
+            # Whatever its own server sends to the engine in the meantime, unless the engine hangs
+            # before it begins to end: see docs/vllm.md, "Two signals at once".
             told = self._told()
-            assert "kvstore: closed, 0 chunks not copied" in told, told[-4000:]
+            hung = "force killing remaining process EngineCore" in told
+            hung &= "EngineCore: start mode" not in told
+            lines = [line[:200] for line in told.splitlines() if "leaked" not in line]
+            closed = "kvstore: closed, 0 chunks not copied" in told
+            assert closed or hung, "\n".join(lines[-60:])
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(self._running.pid, signal.SIGKILL)
 
