@@ -170,10 +170,14 @@ def test_two_processes_write_to_two_files(tmp_path: Path) -> None:
         assert len(list(RecordingStream(recorder.path))) == 1
 
 
-def test_what_cannot_be_written_in_time_is_dropped_and_counted(tmp_path: Path) -> None:
+def test_what_cannot_be_written_in_time_is_dropped_and_counted(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     recorder = Recorder(tmp_path / "trace", MIB, 1)
-    recorder.add([[b"key"] * (MOST_QUEUED + 1)])
-    assert recorder.dropped == 1
+    for _ in range(2):
+        recorder.add([[b"key"] * (MOST_QUEUED + 1)])
+    assert recorder.dropped == 2
+    assert caplog.text.count("does not take requests as fast as they come") == 1
     end(recorder)
 
 

@@ -24,7 +24,7 @@ from pathlib import Path
 
 from kvstore.errors import ConfigError
 
-__all__ = ["available_bytes", "claimed"]
+__all__ = ["available_bytes", "claimed", "most_bytes"]
 
 WAIT_S = 45.0
 """How long a claim waits for others, which may already have allocated part of their memory."""
@@ -136,6 +136,16 @@ def available_bytes(root: Path = Path("/")) -> int | None:
     return max(0, min(rooms)) if rooms else None
 
 
+def most_bytes(root: Path = Path("/")) -> int:
+    """Return the most that this process may ever use: the machine's memory, or a smaller limit."""
+    known = [os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")]
+    for _, at in _groups(root):
+        for name in ("memory.max", "memory.high", "memory.limit_in_bytes"):
+            if (limit := _number(at / name)) is not None:
+                known.append(limit)
+    return min(known)
+
+
 def _rooms(root: Path) -> Iterator[tuple[str, int]]:
     """Yield the room of the machine, and that below each limit, with its name."""
     yield from ((MACHINE, room) for room in _machine(root))
@@ -154,6 +164,14 @@ def _limits(root: Path) -> Iterator[tuple[str, int]]:
 
     A limit is named by the inode of its folder, which is the same in all containers.
     """
+    for kind, at in _groups(root):
+        for room in _room_v1(at) if kind == "cgroup" else _room_v2(at):
+            with contextlib.suppress(OSError):
+                yield f"{at.stat().st_ino:x}", room
+
+
+def _groups(root: Path) -> Iterator[tuple[str, Path]]:
+    """Yield kind and folder of each of this process's control groups, and of their parents."""
     for kind, mount, top, group in _hierarchies(root):
         folder = root / mount.lstrip("/")
         inside = group.removeprefix(top.rstrip("/")).strip("/")
@@ -162,10 +180,7 @@ def _limits(root: Path) -> Iterator[tuple[str, int]]:
             inside = ""
         parts = [part for part in inside.split("/") if part]
         for depth in range(len(parts), -1, -1):
-            at = folder.joinpath(*parts[:depth])
-            for room in _room_v1(at) if kind == "cgroup" else _room_v2(at):
-                with contextlib.suppress(OSError):
-                    yield f"{at.stat().st_ino:x}", room
+            yield kind, folder.joinpath(*parts[:depth])
 
 
 def _hierarchies(root: Path) -> Iterator[tuple[str, str, str, str]]:

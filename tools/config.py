@@ -8,6 +8,7 @@ import json
 import os
 import shutil
 import stat
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -20,7 +21,7 @@ from kvstore.assembly import key_ring, names_added, rows_for, spans_of
 from kvstore.config import Config, DiskConfig, TierConfig, read_environment, read_toml
 from kvstore.config.describe import Key, json_schema, keys_of, reference, sample, shown_value
 from kvstore.config.values import without_passwords
-from kvstore.connector.spec import CONNECTOR_KEYS
+from kvstore.connector.spec import CONNECTOR_KEYS, ENGINE_KEYS
 from kvstore.errors import NOT_PARSED, ConfigError, KVStoreError
 from kvstore.gate import codecs_of
 from kvstore.observe.recorder import fault_of
@@ -29,6 +30,7 @@ from kvstore.sizes import format_size
 from kvstore.tiers.disk.format import Geometry
 from kvstore.tiers.disk.namespace import Namespace
 from kvstore.tiers.disk.trust import Trust, open_folder
+from kvstore.tiers.headroom import available_bytes, most_bytes
 from kvstore.tiers.pinned import round_to_page
 from kvstore.tiers.sealing import Sealer
 from kvstore.tools.output import parse_bytes, print_json, print_table
@@ -152,6 +154,7 @@ def _read(file: Path | None) -> tuple[Mapping[str, Any], Config]:
         raise ConfigError(f"{file}: cannot be read ({error.strerror})") from error
     except NOT_PARSED as error:
         raise ConfigError(f"{file}: not JSON ({error})") from error
+    given = values
     for name in ("", "kv_connector_extra_config", *OTHERS_NAMES):
         # What vLLM, SGLang or LMCache is given.
         if name and name in values:
@@ -165,6 +168,9 @@ def _read(file: Path | None) -> tuple[Mapping[str, Any], Config]:
         raise ConfigError(
             f"{file}: secondary_tiers belong to vLLM's own tiering, which checks them at its start"
         )
+    if "kv_connector" in given and (taken := ENGINE_KEYS & values.keys()):
+        key = min(taken)
+        raise ConfigError(f"{file}: unknown key {key} = {values[key]!r}: vLLM decides it")
     for key in ("automatic_identity", "fingerprint_weights"):
         if not isinstance(value := values.get(key, True), bool):
             raise ConfigError(f"{key} = {value!r}: must be true or false")
@@ -237,11 +243,12 @@ def _line(
             filter(None, (_unusable(path, tier.strict_modes) for path in tier.paths))
         )
     if isinstance(tier, DiskConfig) and key.name == "capacity_bytes":
-        warning = _too_large(tier, config)
+        warning = _too_small(tier, config) or _too_large(tier, config)
     if key.name == "cpu_bytes_to_use":
-        memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-        if value > memory:
-            warning = f"this machine has {format_size(memory)}"
+        if (available := available_bytes()) is not None and value > available:
+            text += f"; {format_size(available)} are available now"
+        if value > (memory := most_bytes()):
+            warning = f"{format_size(memory)} is all that this process may use here"
     if value and tier is None and key.name in _WHEN_OPENED:
         try:
             _WHEN_OPENED[key.name](config)
@@ -401,8 +408,8 @@ def _held(path: Path) -> int:
     return held
 
 
-def _too_large(tier: DiskConfig, config: Config) -> str:
-    """Say that the files of the tier will not fit, or none is small enough, if so."""
+def _too_small(tier: DiskConfig, config: Config) -> str:
+    """Say that no file of the tier is small enough, if so."""
     share = tier.capacity_bytes // len(tier.paths)
     if tier.segment_bytes is not None and share < tier.segment_bytes:
         return f"smaller than segment_bytes ({format_size(tier.segment_bytes)}): lower that"
@@ -412,12 +419,22 @@ def _too_large(tier: DiskConfig, config: Config) -> str:
             return "segment_bytes is less than one chunk and its record take"
         if share < geometry.file_bytes:
             return f"smaller than one segment, of {geometry.file_bytes} bytes"
+    return ""
+
+
+def _too_large(tier: DiskConfig, config: Config) -> str:
+    """Say that the files of all tiers will not fit on a drive of this one, if so."""
+    wanted, held = Counter[int](), Counter[int]()
+    for each in config.tiers:
+        for path in each.paths if isinstance(each, DiskConfig) else ():
+            drive = _existing(path).stat().st_dev
+            wanted[drive] += each.capacity_bytes // len(each.paths)
+            held[drive] += _held(path)
     for path in tier.paths:
-        held = _held(path)
-        free = shutil.disk_usage(_existing(path)).free
-        if share > free + held:
+        drive, free = _existing(path).stat().st_dev, shutil.disk_usage(_existing(path)).free
+        if wanted[drive] > free + held[drive]:
             return (
-                f"{format_size(share)} are wanted in {path}, where {format_size(free)} are free "
-                f"and {format_size(held)} are used already"
+                f"{format_size(wanted[drive])} are wanted on the drive of {path}, where "
+                f"{format_size(free)} are free and {format_size(held[drive])} are used already"
             )
     return ""

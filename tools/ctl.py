@@ -92,6 +92,8 @@ class Client:
             host = port = None
         if host is None or port is None:
             raise KVStoreError(f"{self._where}: must be http://HOST:PORT")
+        # A server never listens at ::1 under this name: who does might take the token.
+        host = "127.0.0.1" if host == "localhost" else host
         return http.client.HTTPConnection(host, port, timeout=ANSWER_SECONDS)
 
 

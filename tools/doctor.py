@@ -22,7 +22,7 @@ from kvstore.maintenance.survey import NamespaceSurvey, survey
 from kvstore.sizes import format_size
 from kvstore.tools.drives import YEARS, Wear, wear_under, write_metrics
 from kvstore.tools.output import counted, print_json
-from kvstore.tools.top import WHOLE, Snapshot, is_url, scrape
+from kvstore.tools.top import STATES, WHOLE, Snapshot, is_url, scrape
 
 __all__ = ["Finding", "add_doctor_arguments", "diagnose", "run_doctor"]
 
@@ -42,6 +42,12 @@ GAP = 0.5
 """Share of a namespace's files that holds nothing, or chunks from before a reset, from which on
 compacting is worth it."""
 
+TROUBLE = (
+    ("tier_corrupt_chunks", "read from it had wrong bytes, and were not used"),
+    ("tier_failed_writes", "could not be written to it"),
+)
+"""Metrics of a tier's chunks that went wrong, with what is told of them."""
+
 FULL = 0.03
 """Share of the drive below which free space counts as little."""
 
@@ -56,7 +62,7 @@ class Finding:
         loaded: chunks that came from it; of a namespace, reads of the chunks that it holds.
         saved_s: seconds of computing that they have saved; None where that is not known.
         advice: what to change, one sentence each.
-        faults: of a namespace, how many things are wrong with its files.
+        faults: how many things are wrong with a namespace's files, or went wrong in a server.
     """
 
     place: str
@@ -85,7 +91,7 @@ def add_doctor_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run_doctor(options: argparse.Namespace) -> int:
-    """Print the findings; 1 if a place does not help, or a cache has a fault.
+    """Print the findings; 1 if a place does not help, or has a fault.
 
     Raises:
         KVStoreError: if the server does not answer, or has no metrics of kvstore; or if there is
@@ -168,10 +174,11 @@ def _host(now: Snapshot) -> Finding:
     loaded, stored = int(now.get("loaded_host_chunks")), now.get("stored_chunks")
     saved = _saved(now, "saved_host_seconds")
     found = Finding("host memory", _verdict(loaded, stored), loaded, saved)
-    lost = now.get("refused_chunks") + now.get("shed_chunks")
+    refused = now.get("refused_chunks")
+    lost = refused + now.get("shed_chunks")
     if stored and lost > LOST * stored:
         found.advice.append(
-            f"{lost:.0f} of {stored + lost:.0f} chunks found no room, or left before they were "
+            f"{lost:.0f} of {stored + refused:.0f} chunks found no room, or left before they were "
             "copied to a tier: give it more host memory, or a faster tier."
         )
     if now.get("timeouts"):
@@ -179,6 +186,9 @@ def _host(now: Snapshot) -> Finding:
             f"{now.get('timeouts'):.0f} requests waited until their deadline: see kvstore top for "
             "the tier that is slow."
         )
+    found.faults = int(now.get("internal_errors"))
+    if found.faults:
+        found.advice.append(f"{counted(found.faults, 'internal error')}: please report them.")
     return found
 
 
@@ -193,11 +203,11 @@ def _tier(now: Snapshot, tier: str) -> Finding:
     had = max(written, held if asked >= FEW else min(held, FEW - 1))
     found = Finding(tier, _verdict(loaded, had), loaded, saved)
     if now.get("tier_outpaced", tier):
-        found.verdict = "does not help"
-        found.advice.append(
-            "Computing is faster than reading from it, so it is not read: take a faster device, "
-            "larger chunks, or leave it out."
-        )
+        sentence = "Computing is faster than reading from it now, so it is not read"
+        if not loaded:
+            found.verdict = "does not help"
+            sentence += ": take a faster device, larger chunks, or leave it out"
+        found.advice.append(f"{sentence}.")
     if written >= FEW and written > WASTED * max(read, 1):
         size = format_size(int(now.get("tier_written_bytes", tier)))
         found.advice.append(
@@ -209,9 +219,16 @@ def _tier(now: Snapshot, tier: str) -> Finding:
             f"{read:,.0f} chunks were read from it, and {loaded:,} of them loaded: most of what "
             "was fetched for requests in the queue was not needed then."
         )
-    for state in ("closed", "stalled", "slow"):
-        if now.get(f"tier_{state}", tier):
-            found.advice.append(f"It is {state} now: see the server's log.")
+    for name, told in TROUBLE:
+        if count := int(now.get(name, tier)):
+            found.faults += count
+            found.advice.append(f"{counted(count, 'chunk')} {told}: see the server's log.")
+    # How many were errors of the moment only is not known.
+    if errors := int(now.get("tier_errors", tier)):
+        found.advice.append(f"{counted(errors, 'operation')} on it failed since the start.")
+    states = [state for state in STATES if state != "outpaced" and now.get(f"tier_{state}", tier)]
+    for state in [*states, *["away"] * bool(now.get("store_away", tier))]:
+        found.advice.append(f"It is {state} now: see the server's log.")
     return found
 
 

@@ -39,6 +39,9 @@ Handlers = Iterator[tuple[type[LoadStoreSpec], type[LoadStoreSpec], OffloadingHa
 CONNECTOR_KEYS = frozenset({"spec_name", "spec_module_path", "block_size", "offload_prompt_only"})
 """Keys of ``kv_connector_extra_config`` that are not part of `kvstore.config`."""
 
+ENGINE_KEYS = frozenset({"chunk_bytes", "keep_events"})
+"""Keys of `kvstore.config` that vLLM knows better."""
+
 SHAPE_BLOCKS = 1234
 """A number of blocks that no other dimension of a KV tensor has."""
 

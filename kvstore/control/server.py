@@ -22,6 +22,7 @@ import os
 import socket
 import stat
 import time
+import weakref
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
@@ -112,6 +113,7 @@ class ControlServer:
             told = getattr(error, "strerror", None) or error
             raise ConfigError(f"control = {where!r}: {told}") from error
         self.where = where if self._path is None else str(self._path)
+        _open.add(self)
 
     async def run(self) -> None:
         app = web.Application(middlewares=[self._guard], client_max_size=MOST_BODY)
@@ -152,6 +154,15 @@ class ControlServer:
                 if _place_of(self._path) == self._made:
                     self._path.unlink()
             self._path = None
+
+    def abandon_in_child(self) -> None:
+        """Let a forked child not listen: nobody would accept there, and the address stays taken."""
+        self._path = None
+        if self._socket.fileno() >= 0:
+            # The loop of the parent has the descriptor, too, and may close it again.
+            nothing = os.open(os.devnull, os.O_RDWR | os.O_CLOEXEC)
+            os.dup2(nothing, self._socket.fileno(), inheritable=False)
+            os.close(nothing)
 
     # -- requests --------------------------------------------------------------------------
 
@@ -253,6 +264,17 @@ class ControlServer:
                 raise
             return listening
         raise ValueError(f"{MOST_SOCKETS} processes listen there already")
+
+
+_open: weakref.WeakSet[ControlServer] = weakref.WeakSet()
+
+
+def _abandon_in_child() -> None:
+    for server in list(_open):
+        server.abandon_in_child()
+
+
+os.register_at_fork(after_in_child=_abandon_in_child)
 
 
 def _place_of(path: Path) -> tuple[int, int]:

@@ -16,6 +16,7 @@ import json
 import logging
 import os
 import time
+import weakref
 from collections import deque
 from pathlib import Path
 from typing import Any
@@ -82,6 +83,7 @@ class Recorder:
             self._begin()
         except OSError as error:
             raise ConfigError(f"record_trace = {str(path)!r}: {error.strerror}") from error
+        _open.add(self)
 
     def add(self, chains: Keys, seconds_ago: float = 0.0) -> None:
         """Record that a request ended which used `chains`, one for each group.
@@ -93,6 +95,12 @@ class Recorder:
         """
         count = sum(map(len, chains))
         if self._ended or self._came - self._went + count > MOST_QUEUED:
+            if not self.dropped and not self._ended:
+                logger.warning(
+                    "record_trace: %s does not take requests as fast as they come: some are missing",
+                    self.path,
+                    extra=about("recorder.behind", path=self.path),
+                )
             self.dropped += 1
             return
         self._came += count
@@ -234,6 +242,18 @@ class Recorder:
         raise ConfigError(
             f"record_trace = {str(path)!r}: {MOST_FILES} processes already record there"
         )
+
+
+_open: weakref.WeakSet[Recorder] = weakref.WeakSet()
+
+
+def _abandon_in_child() -> None:
+    # A forked child must not keep the recordings of its parent locked.
+    for recorder in list(_open):
+        recorder.abandon()
+
+
+os.register_at_fork(after_in_child=_abandon_in_child)
 
 
 def fault_of(fd: int) -> str | None:

@@ -2,7 +2,8 @@
 
 vLLM gives SIGTERM and SIGINT their defaults back before it shuts its connectors down. Ctrl-C
 reaches server and engine alike, and then the server sends the engine SIGTERM just in between: the
-engine would die with chunks that are not copied. vLLM's server still kills it after
+engine would die with chunks that are not copied. And a signal that comes while vLLM handles another
+waits for ever for a lock that its handler holds already. vLLM's server still kills the engine after
 ``--shutdown-timeout``.
 """
 
@@ -13,13 +14,15 @@ import signal
 import sys
 import threading
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 __all__ = ["ending", "outlive_signals"]
 
 CORE = "vllm.v1.engine.core"
 """The module of vLLM whose engine process this is about."""
+
+Handler = Callable[[int, Any], object]
 
 
 class _Signals:
@@ -28,6 +31,7 @@ class _Signals:
     def __init__(self) -> None:
         self._holders: weakref.WeakSet[object] = weakref.WeakSet()
         self._owed: set[int] = set()
+        self._handling = threading.Lock()
 
     def __getattr__(self, name: str) -> Any:
         return getattr(signal, name)
@@ -40,6 +44,23 @@ class _Signals:
 
     def hold(self, holder: object) -> None:
         self._holders.add(holder)
+        if threading.current_thread() is threading.main_thread():
+            for number in (signal.SIGTERM, signal.SIGINT):
+                handler = signal.getsignal(number)
+                if callable(handler) and handler.__module__ == CORE:
+                    signal.signal(number, self._one_at_a_time(handler))
+
+    def _one_at_a_time(self, handler: Handler) -> Handler:
+        """The handler, but for signals that come amid another: all ask for the same."""
+
+        def handle(number: int, frame: object) -> None:
+            if self._handling.acquire(blocking=False):
+                try:
+                    handler(number, frame)
+                finally:
+                    self._handling.release()
+
+        return handle
 
     def release(self, holder: object) -> None:
         self._holders.discard(holder)

@@ -17,6 +17,7 @@ from vllm.v1.kv_offload.config import OffloadingConfig
 
 from kvstore.assembly import rows_for
 from kvstore.config import Config, DiskConfig
+from kvstore.connector.spec import ENGINE_KEYS
 from kvstore.errors import ConfigError
 from kvstore.gate import codecs_of, read_gate
 from kvstore.observe.metrics.table import METRICS
@@ -55,9 +56,6 @@ CONNECTOR_KEYS = frozenset(
 
 BUDGET_KEY = "sync_load_budget_bytes"
 """The same, where vLLM can wait for a load within a step."""
-
-ENGINE_KEYS = frozenset({"chunk_bytes", "keep_events"})
-"""Keys that vLLM knows better."""
 
 HASHES_CHANGE = (
     "kvstore: this vLLM begins its block hashes (%s) with another number in each process, so "

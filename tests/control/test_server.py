@@ -94,6 +94,37 @@ async def test_further_stores_listen_beside_the_first(tmp_path: Path) -> None:
     assert not list(tmp_path.glob("*.sock"))
 
 
+@pytest.mark.parametrize("where", ["ctl.sock", "port"])
+async def test_a_forked_child_keeps_neither_socket_nor_recording(
+    tmp_path: Path, where: str
+) -> None:
+    at = f"127.0.0.1:{free_port()}" if where == "port" else str(tmp_path / where)
+    config = small(tmp_path / "cache", control=at, record_trace=str(tmp_path / "t.rec"))
+    reader, writer = os.pipe()
+    async with kvstore.open(config) as store:
+        await store.put(A, payloads(A))
+        child = os.fork()
+        if not child:
+            os.close(writer)
+            # It lives until the parent has closed its end.
+            os.read(reader, 1)
+            os._exit(0)
+        await asyncio.sleep(0.2)
+        served = aiohttp.TCPConnector() if where == "port" else aiohttp.UnixConnector(at)
+        url = f"http://{at}" if where == "port" else "http://localhost"
+        async with aiohttp.ClientSession(url, connector=served) as session:
+            assert (await session.get("/v1/status")).status == 200
+    try:
+        async with kvstore.open(config) as store:
+            await store.put(A, payloads(A))
+    finally:
+        os.close(writer)
+        os.waitpid(child, 0)
+        os.close(reader)
+    names = {each.name for each in tmp_path.iterdir()}
+    assert names == {"t.rec", "t.rec.old"}
+
+
 async def test_a_socket_that_a_killed_process_left_is_replaced(tmp_path: Path) -> None:
     left = socket.socket(socket.AF_UNIX)
     left.bind(str(tmp_path / "ctl.sock"))

@@ -13,7 +13,7 @@ import pytest
 
 from kvstore.errors import ConfigError
 from kvstore.tiers import headroom
-from kvstore.tiers.headroom import available_bytes
+from kvstore.tiers.headroom import available_bytes, most_bytes
 from tests.patience import PATIENCE
 
 MIB = 2**20
@@ -71,6 +71,21 @@ def machine(tmp_path: Path) -> Machine:
 
 def test_without_limits_it_is_what_the_machine_has_free(machine: Machine) -> None:
     assert machine.available == FREE
+
+
+def test_the_most_is_the_smallest_limit_whatever_is_used_of_it(machine: Machine) -> None:
+    whole = most_bytes(machine.root)
+    assert whole == os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    machine.mount("cgroup2", "/pod/one")
+    machine.v2("/pod/one", "max", 0)
+    assert most_bytes(machine.root) == whole
+    machine.v2("/pod", 300 * MIB, 299 * MIB)
+    assert most_bytes(machine.root) == 300 * MIB
+    machine.v2("/pod/one", "max", 0, high=200 * MIB)
+    assert most_bytes(machine.root) == 200 * MIB
+    machine.mount("cgroup", "/job", options="rw,memory")
+    machine.v1("/job", 100 * MIB, 0)
+    assert most_bytes(machine.root) == 100 * MIB
 
 
 def test_a_system_that_says_nothing_refuses_nothing(tmp_path: Path) -> None:

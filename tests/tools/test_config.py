@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -15,6 +16,7 @@ import kvstore
 from kvstore import plugins
 from kvstore.config import Config
 from kvstore.config.describe import reference, sample
+from kvstore.config.values import without_passwords
 from kvstore.gate import Gate
 from kvstore.tiers.codec import Codec
 from kvstore.tiers.remote.record import RECORD_BYTES
@@ -121,6 +123,8 @@ def test_what_is_no_table_is_refused_by_name(
     [
         ({"automatic_identity": "no"}, "automatic_identity = 'no': must be true or false"),
         ({"secondary_tiers": []}, "secondary_tiers belong to vLLM's own tiering"),
+        ({"chunk_bytes": "1MiB"}, "unknown key chunk_bytes = '1MiB': vLLM decides it"),
+        ({"keep_events": True}, "unknown key keep_events = True: vLLM decides it"),
     ],
 )
 def test_what_vllm_refuses_is_refused(
@@ -167,7 +171,7 @@ def test_names_that_vllm_would_not_find_are_refused(
 @pytest.mark.parametrize(
     ("more", "message"),
     [
-        ({"cpu_bytes_to_use": '"64TiB"'}, "WRONG cpu_bytes_to_use: this machine has"),
+        ({"cpu_bytes_to_use": '"64TiB"'}, "WRONG cpu_bytes_to_use: "),
         ({"chunk_bytes": ""}, "WRONG chunk_bytes: missing key chunk_bytes"),
         ({"identity": "", "tiers": '[{type = "disk", path = "/kv", capacity_bytes = 1000}]'},
          "WRONG identity: missing key identity"),
@@ -175,7 +179,7 @@ def test_names_that_vllm_would_not_find_are_refused(
                    'segment_bytes = "256MiB"}]'},
          "WRONG tiers[0].capacity_bytes: smaller than segment_bytes (256.0 MiB)"),
         ({"tiers": '[{type = "disk", path = "/kv", capacity_bytes = "900000TB"}]'},
-         "WRONG tiers[0].capacity_bytes: 818545.2 TiB are wanted in /kv"),
+         "WRONG tiers[0].capacity_bytes: 818545.2 TiB are wanted on the drive of"),
         ({"control": '"0.0.0.0:9999"'}, "WRONG control: must be a path, or a port of 127.0.0.1"),
         ({"control": '"/nowhere/socket"'}, "WRONG control: the folder /nowhere does not exist"),
         ({"control": '"/tmp/socket"', "control_token_file": '"/nowhere"'},
@@ -207,6 +211,20 @@ def test_what_will_fail_is_told_before_it_does(
     told = capsys.readouterr().out
     assert message in told
     assert told.endswith("kvstore.toml: cannot be used here\n")
+
+
+def test_tiers_on_one_drive_are_counted_together(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    free = shutil.disk_usage(tmp_path).free
+    tier = '{{type = "disk", path = "{path}", capacity_bytes = {size}}}'
+    one, two = (tier.format(path=tmp_path / name, size=free * 2 // 3) for name in ("a", "b"))
+    assert main(["config", "check", written(tmp_path, toml(tmp_path, tiers=f"[{one}]"))]) == 0
+    capsys.readouterr()
+    assert (
+        main(["config", "check", written(tmp_path, toml(tmp_path, tiers=f"[{one}, {two}]"))]) == 1
+    )
+    assert "WRONG tiers[1].capacity_bytes: " in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("odd", ["pipe", "link"])
@@ -313,6 +331,19 @@ def test_a_password_is_not_printed(tmp_path: Path, capsys: pytest.CaptureFixture
     told = capsys.readouterr().out
     assert "redis://***@host:6379/0" in told
     assert "s3cret" not in told
+
+
+@pytest.mark.parametrize(
+    ("text", "shown"),
+    [
+        ("redis://me:pa/ss@host:6379/0", "redis://***@host:6379/0"),
+        ("redis://:a b@c@host", "redis://***@host"),
+        ("file:///data/a@b/c", "file:///data/a@b/c"),
+        ("s3://bucket/prefix", "s3://bucket/prefix"),
+    ],
+)
+def test_whatever_a_password_contains_is_hidden(text: str, shown: str) -> None:
+    assert without_passwords(text) == shown
 
 
 def test_the_schema_and_the_sample_are_printed(

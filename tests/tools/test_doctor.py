@@ -90,6 +90,30 @@ def test_places_that_give_hits_help_and_say_how_much() -> None:
             "too little to tell",
             "3 requests waited until their deadline",
         ),
+        (
+            {("stored_chunks", ""): 1000.0, ("shed_chunks", ""): 1000.0},
+            "host memory",
+            "does not help",
+            "1000 of 1000 chunks found no room, or left",
+        ),
+        (
+            {("loaded_tier_chunks", "disk"): 200.0, ("tier_outpaced", "disk"): 1.0},
+            "disk",
+            "helps",
+            "Computing is faster than reading from it now, so it is not read.",
+        ),
+        (
+            {("loaded_tier_chunks", "remote"): 200.0, ("store_away", "remote"): 1.0},
+            "remote",
+            "helps",
+            "It is away now",
+        ),
+        (
+            {("loaded_tier_chunks", "disk"): 200.0, ("tier_errors", "disk"): 1.0},
+            "disk",
+            "helps",
+            "1 operation on it failed",
+        ),
     ],
 )
 def test_what_is_wrong_is_named_and_what_to_change(
@@ -101,6 +125,21 @@ def test_what_is_wrong_is_named_and_what_to_change(
 
 
 @pytest.mark.asyncio
+@pytest.mark.parametrize(
+    ("name", "tier", "told"),
+    [
+        ("tier_corrupt_chunks", "disk", "3 chunks read from it had wrong bytes"),
+        ("tier_failed_writes", "disk", "3 chunks could not be written to it"),
+        ("internal_errors", "", "3 internal errors: please report them"),
+    ],
+)
+def test_what_went_wrong_counts_as_a_fault(name: str, tier: str, told: str) -> None:
+    values = {**PACE, ("loaded_tier_chunks", "disk"): 200.0, (name, tier): 3.0}
+    found = [each for each in diagnose(Snapshot(0.0, values)) if each.faults]
+    assert [(each.faults, each.verdict) for each in found] == [(3, "helps" if tier else "not used")]
+    assert told in " ".join(found[0].advice)
+
+
 async def test_the_command_over_a_real_store(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
