@@ -425,8 +425,8 @@ def _too_small(tier: DiskConfig, config: Config) -> str:
 def _too_large(tier: DiskConfig, config: Config) -> str:
     """Say that the files of all tiers will not fit on a drive of this one, if so."""
     wanted, held = Counter[int](), Counter[int]()
-    for each in config.tiers:
-        for path in each.paths if isinstance(each, DiskConfig) else ():
+    for each in (each for each in config.tiers if isinstance(each, DiskConfig)):
+        for path in each.paths:
             drive = _existing(path).stat().st_dev
             wanted[drive] += each.capacity_bytes // len(each.paths)
             held[drive] += _held(path)

@@ -231,15 +231,12 @@ class Puts:
         """Copy those of `keys` that are here to the first tier; returns how many it has, in order.
 
         Raises:
-            KVStoreError: if the store is closed meanwhile.
+            KVStoreError: as `Driver.until`.
         """
         target = self._core.targets[0]
         self._core.save_first(keys)
         self._driver.pump()
-        copies = Copies.of(self._core, target, keys)
-        while not copies.ended():
-            await self._driver.moved()
-            self._driver.check()
+        await self._driver.until(Copies.of(self._core, target, keys).ended)
         hidden, held = self._core.hidden, target.entries
         # What a peer keeps on the same disk does not count: its owner may have removed it.
         return next(

@@ -9,7 +9,7 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
 import numpy as np
@@ -31,7 +31,7 @@ from kvstore.concurrency import Home, outlast, within
 from kvstore.config import Config, check_size
 from kvstore.core import Core, CoreStats
 from kvstore.engine.engine import end_engine
-from kvstore.engine.loop_steps import Driver
+from kvstore.engine.loop_steps import STUCK, Driver
 from kvstore.engine.unnamed_requests import Prompt, Prompts
 from kvstore.errors import KVStoreError, LeaseEndedError
 from kvstore.observe.logs import warn_with
@@ -40,6 +40,9 @@ from kvstore.types import Event, about
 __all__ = ["COPY_INLINE_BYTES", "Chunks", "Store", "open", "start"]
 
 logger = logging.getLogger("kvstore")
+
+END_SECONDS = 5.0
+"""Most seconds that a close waits for what does not answer, where all its time has gone by."""
 
 UPKEEP_SECONDS = 0.02
 """How often a store that compacts, or changes its size, checks whether it may continue."""
@@ -606,8 +609,7 @@ class Store:
         removal = self._core.remove(check_keys(keys))
         era = self._core.era
         self._driver.pump()
-        while not removal.done:
-            await self._driver.moved()
+        await self._driver.until(lambda: removal.done)
         if self._core.era != era:
             # A reset has taken it over.
             await self._cleared()
@@ -624,18 +626,20 @@ class Store:
         self._driver.pump()
         core = self._core
         # Chunks may be in use without a lease for an unlimited time.
-        while core.clearing or core.late_transfers > self._onlookers.pins_before(core.era):
-            await self._driver.moved()
+        await self._driver.until(
+            lambda: (
+                not core.clearing and core.late_transfers <= self._onlookers.pins_before(core.era)
+            )
+        )
         await self._cleared()
 
     async def _cleared(self) -> None:
         """Wait until the tiers have forgotten all chunks from before a reset.
 
         Raises:
-            KVStoreError: if one of them cannot.
+            KVStoreError: if one of them cannot, or as `Driver.until`.
         """
-        while self._core.clearing:
-            await self._driver.moved()
+        await self._driver.until(lambda: not self._core.clearing)
         if self._core.uncleared:
             raise KVStoreError(
                 f"{', '.join(self._core.uncleared)} cannot be cleared now, which is tried again: "
@@ -791,7 +795,11 @@ class Store:
         copies = Copies.all(self._core)
         end = None if timeout is None else time.monotonic() + timeout
         while not copies.ended():
-            if self._hurry or self._driver.engine.cut_off:
+            if self._hurry:
+                return False
+            if self._driver.engine.stuck:
+                if not self._driver.closing:
+                    logger.warning("kvstore: %s", STUCK, extra=about("store.stuck"))
                 return False
             if end is not None and time.monotonic() >= end:
                 return False
@@ -848,16 +856,30 @@ class Store:
         self._driver.wake()
 
     async def _shut(self) -> None:
-        # A loop that ends cancels every task once, this one too; it continues nevertheless.
-        self._stop_upkeep()
-        try:
-            await self._save(self._config.shutdown_timeout_s)
-        except asyncio.CancelledError:
-            self._make_haste()
-        self._prompts.end_all()
+        whole = self._config.shutdown_timeout_s
+        end = time.monotonic() + whole
+        with _survived():
+            self._stop_upkeep()
+            # A loop that ends cancels every task once, this one too; it continues nevertheless.
+            try:
+                await self._save(whole)
+            except asyncio.CancelledError:
+                self._make_haste()
+            self._prompts.end_all()
         self._driver.closed = True
         self._driver.wake()
         self._threads.shutdown(wait=False)
-        engine, recency = self._driver.engine, self._assembly.recency()
-        if await end_engine(engine, recency, self._config.shutdown_timeout_s):
+        # Calls under way write to host memory, so that they are waited for in any case.
+        left = 0.0 if self._hurry else end - time.monotonic()
+        left = max(left, min(whole, END_SECONDS))
+        if await end_engine(self._driver.engine, self._assembly.recency(), left):
             self._region.close()
+
+
+@contextlib.contextmanager
+def _survived() -> Iterator[None]:
+    """A block that keeps no store from being closed: a policy may raise in it."""
+    try:
+        yield
+    except Exception:
+        logger.exception("kvstore: a step of closing failed", extra=about("store.not_closed"))

@@ -191,12 +191,11 @@ class SyncStore:
     def windows(self, keys: Sequence[bytes], size: int, request: str | None = None) -> SyncWindows:
         """Lease a prefix larger than host memory, at most `size` chunks at a time.
 
-        For ``with``, and in the block ``for chunks``.
+        For ``with``, and in the block ``for chunks``; one thread at a time.
         """
         self._calls.check()
-        return SyncWindows(
-            self._calls, self._calls.ask(lambda: self._store.windows(keys, size, request))
-        )
+        windows = self._calls.ask(lambda: self._store.windows(keys, size, request))
+        return SyncWindows(self._calls, windows, self)
 
     def flush(self, timeout: float | None = None) -> bool:
         """Wait until everything stored so far is on every tier that accepts it."""

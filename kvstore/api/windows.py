@@ -115,9 +115,14 @@ class Windows:
 class SyncWindows:
     """The result of `SyncStore.windows`: for ``with``, and in the block for ``for``."""
 
-    def __init__(self, calls: Handover, windows: Windows) -> None:
+    def __init__(self, calls: Handover, windows: Windows, face: object) -> None:
+        """
+        Args:
+            face: is not forgotten while this is in use: the store would be closed.
+        """
         self._calls = calls
         self._windows = windows
+        self._face = face
 
     def __enter__(self) -> SyncWindows:
         return self

@@ -97,7 +97,12 @@ class Engine:
         for move in moves:
             task = asyncio.get_running_loop().create_task(self._run(move))
             self._tasks[task] = move.tier
-            task.add_done_callback(self._tasks.__delitem__)
+            task.add_done_callback(self._left)
+
+    def _left(self, task: asyncio.Task[None]) -> None:
+        del self._tasks[task]
+        # Rows and slots of its move stay reserved: they may still be in use.
+        self.cut_off |= task.cancelled()
 
     def begin(self) -> None:
         """Begin to follow the tiers that change without the core, and start the companions."""
@@ -106,6 +111,11 @@ class Engine:
         for index, tier in enumerate(self._tiers):
             if tier.refreshes:
                 self._followers.append(loop.create_task(self._follow(index, tier)))
+
+    @property
+    def stuck(self) -> bool:
+        """Whether all moves that are left were cancelled: nothing will end any more."""
+        return self.cut_off and not self._tasks
 
     @property
     def ended(self) -> bool:
@@ -229,8 +239,6 @@ class Engine:
                 raise ValueError(f"{len(completion.ok)} answers for {len(move.keys)} blocks")
         except BaseException as error:
             if _is_end(error):
-                # Rows and slots of the move stay reserved: they may still be in use.
-                self.cut_off = True
                 raise
             # A tier has no business raising, but the panic of a native client is no `Exception`;
             # its fault must still end the move. What the system says is no fault of the tier.

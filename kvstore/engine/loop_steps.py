@@ -27,6 +27,11 @@ MANY_WAITING = 64
 """Waiting tasks from which on the lookups of one turn of the loop share the end of a step: it
 costs more the more of them there are."""
 
+STUCK = (
+    "what was under way was cancelled together with other tasks of the loop, and is not kept: "
+    "close the store"
+)
+
 FRESH_SECONDS = 0.001
 """How long after a step another one would find nothing new, unless something has ended."""
 
@@ -171,6 +176,18 @@ class Driver:
         while self._core.is_waiting(request):
             await self.moved(request)
             self._core.renew(request)
+
+    async def until(self, done: Callable[[], bool]) -> None:
+        """Wait until `done` is true.
+
+        Raises:
+            KVStoreError: if the store is closed meanwhile, or what is under way was cancelled.
+        """
+        while not done():
+            if self.engine.stuck:
+                raise KVStoreError(STUCK)
+            await self.moved()
+            self.check()
 
     async def moved(self, request: str | None = None) -> None:
         """Wait until something has moved, or for a moment.

@@ -97,7 +97,7 @@ class Recorder:
         if self._ended or self._came - self._went + count > MOST_QUEUED:
             if not self.dropped and not self._ended:
                 logger.warning(
-                    "record_trace: %s does not take requests as fast as they come: some are missing",
+                    "record_trace: %s does not take requests as fast as they come",
                     self.path,
                     extra=about("recorder.behind", path=self.path),
                 )

@@ -24,7 +24,7 @@ from kvstore.core.reports import Complaints
 from kvstore.errors import ConfigError, KVStoreError
 from kvstore.gate import read_gate
 from kvstore.observe.logs import warn_with
-from kvstore.sglang.pool import Moves, Pool, keys_of, served
+from kvstore.sglang.pool import Moves, Pool, keys_of, leading, served
 from kvstore.sizes import parse_size
 from kvstore.types import about
 
@@ -88,7 +88,8 @@ class HiCacheKVStore(HiCacheStorage):
         self._complaints = Complaints(warn_with(logger))
         self._moves = {READ: Moves(), STORED: Moves()}
         self._clears = 0
-        """How often SGLang has asked for everything to be forgotten."""
+        """Beginnings and ends of clearings: odd while one is under way."""
+        self._turn = threading.Lock()
         # No page that was read before a clearing may be stored after it.
         self._storing = threading.Lock()
 
@@ -228,13 +229,13 @@ class HiCacheKVStore(HiCacheStorage):
         self, keys: list[str], host_indices: torch.Tensor, extra_info: Any = None
     ) -> list[bool]:
         """Copy the leading pages that there are into SGLang's pool."""
-        return _leading(self._read(KV, keys, host_indices), keys)
+        return leading(self._read(KV, keys, host_indices), keys)
 
     def batch_set_v1(
         self, keys: list[str], host_indices: torch.Tensor, extra_info: Any = None
     ) -> list[bool]:
         """Store pages from SGLang's pool, in the order of the prompt, as far as there is room."""
-        return _leading(self._write(KV, keys, host_indices), keys)
+        return leading(self._write(KV, keys, host_indices), keys)
 
     # -- pages of several pools ----------------------------------------------------------
 
@@ -298,7 +299,7 @@ class HiCacheKVStore(HiCacheStorage):
             moved = 0
             if name in self._pools and transfer.host_indices is not None:
                 moved = move(name, keys, transfer.host_indices)
-            results[transfer.name] = _leading(moved, keys)
+            results[transfer.name] = leading(moved, keys)
         return results
 
     # -- pages as tensors ----------------------------------------------------------------
@@ -360,16 +361,20 @@ class HiCacheKVStore(HiCacheStorage):
             KVStoreError: if it is not done within ``max_wait_s`` after the last store. SGLang
                 would not look at a result.
         """
-        self._clears += 1
         faults: list[Exception] = []
-        with self._storing:
-            end = time.monotonic() + self._config.max_wait_s
-            # All of them, whatever becomes of the first: their pages belong together.
-            for pool in self._pools.values():
-                try:
-                    pool.store.reset(max(LEAST_SECONDS, end - time.monotonic()))
-                except Exception as error:
-                    faults.append(error)
+        with self._turn:
+            self._clears += 1
+            try:
+                with self._storing:
+                    end = time.monotonic() + self._config.max_wait_s
+                    # All of them, whatever becomes of the first: their pages belong together.
+                    for pool in self._pools.values():
+                        try:
+                            pool.store.reset(max(LEAST_SECONDS, end - time.monotonic()))
+                        except Exception as error:
+                            faults.append(error)
+            finally:
+                self._clears += 1
         if faults:
             raise KVStoreError(f"pages are not cleared: {faults[0]}") from faults[0]
         return True
@@ -408,7 +413,7 @@ class HiCacheKVStore(HiCacheStorage):
         begun, clears = time.perf_counter(), self._clears
 
         def valid() -> bool:
-            return self._clears == clears
+            return self._clears == clears and not clears % 2
 
         moved = move(valid)
         moved = moved if valid() else 0
@@ -442,7 +447,3 @@ def _divided(tier: DiskConfig | TierConfig, share: float) -> DiskConfig | TierCo
         return tier
     part = {"capacity_bytes": int(parse_size(whole) * share)}
     return attrs.evolve(tier, parameters={**tier.parameters, **part})
-
-
-def _leading(count: int, keys: Sequence[str]) -> list[bool]:
-    return [at < count for at in range(len(keys))]

@@ -22,7 +22,7 @@ from kvstore.config import Config
 from kvstore.errors import KVStoreError
 from kvstore.types import about
 
-__all__ = ["Moves", "Pool", "keys_of", "served"]
+__all__ = ["Moves", "Pool", "keys_of", "leading", "served"]
 
 logger = logging.getLogger("kvstore")
 
@@ -253,6 +253,11 @@ def served() -> dict[str, Any]:
 
 def _memory(pointer: int, size: int) -> _Bytes:
     return np.ctypeslib.as_array((ctypes.c_ubyte * size).from_address(pointer))
+
+
+def leading(count: int, keys: Sequence[str]) -> list[bool]:
+    """Whether each of the keys is among the first `count`."""
+    return [at < count for at in range(len(keys))]
 
 
 def keys_of(names: Sequence[str]) -> list[bytes]:

@@ -456,6 +456,35 @@ def test_tensors_that_are_read_amid_a_clear_are_not_told(
         clearing.join(WAIT_S)
 
 
+@pytest.mark.parametrize("call", ["read", "write"])
+def test_what_begins_while_a_clear_waits_is_not_told_and_not_kept(
+    tmp_path: Path, call: str
+) -> None:
+    names, here = _names(4), torch.arange(4 * PAGE)
+    with _backend(attention("page_first"), extra(tmp_path)) as one:
+        if call == "read":
+            assert all(one.batch_set_v1(names, here))
+        clearing = threading.Thread(target=one.clear)
+        told: list[list[bool]] = []
+        move = one.batch_get_v1 if call == "read" else one.batch_set_v1
+        moving = threading.Thread(target=lambda: told.append(move(names, here)))
+        with one._storing:
+            clearing.start()
+            end = time.monotonic() + WAIT_S
+            while not one._clears:
+                assert time.monotonic() < end
+                time.sleep(0.001)
+            moving.start()
+            if call == "read":
+                moving.join(WAIT_S)
+        for each in (clearing, moving):
+            each.join(WAIT_S)
+        assert told == [[False] * 4]
+        assert not any(one._pools["kv"].each(names))
+        # What begins later is done as ever.
+        assert all(one.batch_set_v1(names, here))
+
+
 def test_where_a_store_cannot_be_closed_the_others_are(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

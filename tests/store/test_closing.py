@@ -16,8 +16,10 @@ import pytest
 
 import kvstore
 from kvstore.api import put
+from kvstore.api import store as api_store
 from kvstore.api.store import Store
 from kvstore.core.core import Core
+from kvstore.engine.engine import end_engine
 from kvstore.errors import KVStoreError
 from kvstore.policies.lru import LRU
 from kvstore.tiers import PinnedRegion
@@ -386,3 +388,86 @@ async def test_the_order_of_what_is_on_disk_is_not_put_together_on_the_callers_l
         await store.put(keys, payloads(keys))
     assert threads
     assert threading.current_thread().name not in threads
+
+
+def cancel_others() -> None:
+    """As a server's end does with all tasks of its loop."""
+    for task in asyncio.all_tasks():
+        if task is not asyncio.current_task():
+            task.cancel()
+
+
+async def test_moves_that_are_cancelled_with_their_loop_hold_no_call_up(
+    open_store: Open, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    gate = hold(monkeypatch, "write")
+    async with open_store(disk=32) as store:
+        await store.put(KEYS, payloads(KEYS))
+        await until_async(lambda: bool(store._core.targets[0].index.writing))
+        cancel_others()
+        await asyncio.sleep(0)
+        gate.set()
+        assert not await store.flush(PATIENCE)
+        for call in (
+            lambda: store.put(KEYS, payloads(KEYS), durable=True, timeout=PATIENCE),
+            lambda: store.remove(KEYS, timeout=PATIENCE),
+            lambda: store.reset(timeout=PATIENCE),
+        ):
+            with pytest.raises(KVStoreError, match="cancelled together with other tasks"):
+                await call()
+    assert "cancelled together with other tasks" in caplog.text
+
+
+async def test_what_is_put_after_others_were_cancelled_is_kept(
+    open_store: Open, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gate = hold(monkeypatch, "write")
+    async with open_store(disk=32, rows=16) as store:
+        await store.put(KEYS, payloads(KEYS))
+        await until_async(lambda: bool(store._core.targets[0].index.writing))
+        cancel_others()
+        await asyncio.sleep(0)
+        later = keys_of("b", 6)
+        assert await store.put(later, payloads(later)) == len(later)
+        asyncio.get_running_loop().call_later(0.1, gate.set)
+    async with open_store(disk=32) as store:
+        assert await contents(store, later) == payloads(later)
+
+
+async def test_a_fault_in_the_core_keeps_no_store_open(
+    open_store: Open, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As of a policy of one's own. Everything is free afterwards, see above."""
+    async with open_store(disk=32) as store:
+        await store.put(KEYS, payloads(KEYS))
+
+        def fails(*args: object) -> None:
+            raise KeyError("a fault of one's own")
+
+        monkeypatch.setattr(Core, "save", fails)
+    assert "a step of closing failed" in caplog.text
+    monkeypatch.undo()
+
+
+@pytest.mark.parametrize(("hurry", "left"), [(False, 0.5), (True, 0.5)])
+async def test_all_of_a_close_together_has_its_time(
+    open_store: Open, monkeypatch: pytest.MonkeyPatch, *, hurry: bool, left: float
+) -> None:
+    given: list[float] = []
+
+    async def noted(engine: Any, recency: Any, seconds: float) -> bool:
+        given.append(seconds)
+        gate.set()
+        return await end_engine(engine, recency, PATIENCE)
+
+    monkeypatch.setattr(api_store, "end_engine", noted)
+    monkeypatch.setattr(api_store, "END_SECONDS", left)
+    gate = hold(monkeypatch, "write")
+    shutdown = TOO_LONG if hurry else 1.0
+    async with open_store(disk=32, shutdown_timeout_s=shutdown) as store:
+        await store.put(KEYS, payloads(KEYS))
+        if hurry:
+            with pytest.raises(TimeoutError):
+                await store.close(timeout=0.1)
+    assert given == [left]
+    monkeypatch.undo()

@@ -925,8 +925,12 @@ def test_a_lease_keeps_the_store_that_nobody_else_holds(tmp_path: Path) -> None:
     store: SyncStore | None = kvstore.open_sync(small(tmp_path / "cache"))
     assert store is not None
     store.put(KEYS, payloads(KEYS))
-    lease = store.get(KEYS)
+    lease, windows = store.get(KEYS), store.windows(KEYS, 2)
     store = None
     gc.collect()
     with lease as chunks:
         assert [bytes(chunk) for chunk in chunks] == payloads(KEYS)
+    del lease, chunks
+    gc.collect()
+    with windows:
+        assert [bytes(each) for chunks in windows for each in chunks] == payloads(KEYS)
