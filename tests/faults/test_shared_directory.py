@@ -78,6 +78,27 @@ async def test_a_share_that_is_mounted_again_serves_again(mount: Mounting) -> No
 
 
 @pytest.mark.asyncio
+async def test_a_mark_of_before_the_share_was_mounted_marks_nothing(mount: Mounting) -> None:
+    """A server began before the mount once, and left one in the folder below."""
+    share = tmpfs(mount)
+    bench = bench_on(share)
+    assert await stores(bench, 1)
+    await bench.close()
+    copy = tmpfs(mount)
+    shutil.copytree(share, copy, dirs_exist_ok=True)
+    subprocess.run(["umount", "-l", share], check=True)
+    await bench_on(share).close()
+    assert (share / MARK).is_file()
+    subprocess.run(["mount", "--move", copy, share], check=True)
+    bench = bench_on(share)
+    assert await finds(bench, 1)
+    subprocess.run(["umount", "-l", share], check=True)
+    assert not await stores(bench, 2)
+    assert not await finds(bench, 1)
+    await bench.close()
+
+
+@pytest.mark.asyncio
 async def test_whoever_empties_the_share_may_take_everything(mount: Mounting) -> None:
     share = tmpfs(mount)
     bench = bench_on(share / "kv")

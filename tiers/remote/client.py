@@ -84,11 +84,9 @@ class StoreClient(Protocol):
 class ListingClient(StoreClient, Protocol):
     """A client that can list the values of its store.
 
-    Attributes:
-        complaint: what an operator should know, as of the last listing; None if nothing.
+    One with an attribute ``complaint`` says there what an operator should know, as of the last
+    listing; None if nothing.
     """
-
-    complaint: str | None
 
     def listed(
         self, place: str, but: Collection[str]

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import errno
+import logging
 import os
 import secrets
 import stat
@@ -25,8 +26,11 @@ from kvstore.tiers.remote.loop import in_thread
 from kvstore.tiers.remote.mount import Mount
 from kvstore.tiers.remote.record import RECORD_BYTES
 from kvstore.tiers.remote.slices import copy
+from kvstore.types import about
 
 __all__ = ["WAVE", "DirectoryClient"]
+
+logger = logging.getLogger("kvstore")
 
 _T = TypeVar("_T")
 
@@ -68,9 +72,31 @@ class DirectoryClient:
         self._looking: asyncio.Future[None] | None = None
         # Of calls that have ended without them: a hanging file system keeps them, and their copies.
         self._left: set[asyncio.Future[Any]] = set()
+        self._doubted = False
 
     async def exists(self, names: Sequence[str]) -> list[bool]:
-        return await self._each(names, False, lambda folder, at, _: self._has(folder, at))
+        def one(folder: int, at: str, _: int) -> bool | OSError:
+            try:
+                return self._has(folder, at)
+            except OSError as error:
+                return error
+
+        missing: bool | OSError = False
+        found = await self._each(names, missing, one)
+        faults = [each for each in found if isinstance(each, OSError)]
+        if len(faults) == len(found):
+            # Of the directory, which then has no answer for another name either, or of these files.
+            other = secrets.token_hex(8)
+            await self._each(names[:1], False, lambda folder, *_: self._has(folder, other))
+        if faults and not self._doubted:
+            self._doubted = True
+            logger.warning(
+                "%s: there are values that cannot be looked at, and count as missing: %s",
+                self._mount.directory,
+                _reason(faults[0]),
+                extra=about("store.damaged", path=self._mount.directory, error=faults[0]),
+            )
+        return [each is True for each in found]
 
     async def put(
         self,
@@ -85,8 +111,13 @@ class DirectoryClient:
         given_up = threading.Event()
 
         def one(folder: int, at: str, place: int) -> str | None:
+            there = False
+            if not replace:
+                # What cannot be looked at is replaced.
+                with contextlib.suppress(OSError):
+                    there = self._has(folder, at)
             try:
-                if replace or not self._has(folder, at):
+                if not there:
                     _write(folder, at, values[place], given_up)
             except OSError as error:
                 return _reason(error)
@@ -106,6 +137,8 @@ class DirectoryClient:
         sizes = [RECORD_BYTES + len(payload) for payload in payloads]
 
         def one(folder: int, at: str, place: int) -> bytes | str | None:
+            if not lent:
+                return None
             try:
                 value = self._read(folder, at, sizes[place], names[place])
             except FileNotFoundError:
@@ -190,8 +223,10 @@ class DirectoryClient:
         """
         if len(self._left) >= MOST_LEFT:
             raise StoreError(f"{len(self._left)} threads wait for {self._mount.directory}")
-        running = [in_thread(call) for call in calls]
+        running: list[asyncio.Future[_T]] = []
         try:
+            for call in calls:
+                running.append(in_thread(call))
             # Shielded, so that those that go on are known.
             return await asyncio.gather(*map(asyncio.shield, running))
         finally:
@@ -274,6 +309,7 @@ class DirectoryClient:
 
 
 def _write(folder: int, at: str, value: bytes, given_up: threading.Event) -> None:
+    _check_wanted(given_up)
     within = at.partition("/")[0]
     temporary = f"{within}/.{secrets.token_hex(8)}"
     flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
@@ -288,13 +324,17 @@ def _write(folder: int, at: str, value: bytes, given_up: threading.Event) -> Non
             left = memoryview(value)
             while left:
                 left = left[file.write(left) :]
-        if given_up.is_set():
-            raise OSError(errno.ECANCELED, os.strerror(errno.ECANCELED))
+        _check_wanted(given_up)
         os.rename(temporary, at, src_dir_fd=folder, dst_dir_fd=folder)
     except BaseException:
         with contextlib.suppress(OSError):
             os.unlink(temporary, dir_fd=folder)
         raise
+
+
+def _check_wanted(given_up: threading.Event) -> None:
+    if given_up.is_set():
+        raise OSError(errno.ECANCELED, os.strerror(errno.ECANCELED))
 
 
 def _listed(below: str, within: str, folder: int) -> list[tuple[str, float]]:

@@ -14,7 +14,8 @@ from collections.abc import Callable, Coroutine, Iterable
 from functools import partial
 from typing import Any, TypeVar
 
-from kvstore.concurrency import LoopThread, outlast
+from kvstore.concurrency import LoopThread, outlast, start_thread
+from kvstore.errors import KVStoreError
 from kvstore.tiers.remote.client import StoreError
 
 __all__ = ["ClientLoop", "in_thread", "two_at_once"]
@@ -128,6 +129,9 @@ def in_thread(call: Callable[[], _T], nice: int = 0) -> asyncio.Future[_T]:
 
     Args:
         nice: nice level of the thread, 0 to 19.
+
+    Raises:
+        StoreError: if the system gives no more threads.
     """
     loop = asyncio.get_running_loop()
     ended: asyncio.Future[_T] = loop.create_future()
@@ -149,7 +153,10 @@ def in_thread(call: Callable[[], _T], nice: int = 0) -> asyncio.Future[_T]:
         with contextlib.suppress(RuntimeError):
             loop.call_soon_threadsafe(lambda: None if ended.done() else tell())
 
-    threading.Thread(target=work, name="kvstore-client", daemon=True).start()
+    try:
+        start_thread(threading.Thread(target=work, name="kvstore-client", daemon=True))
+    except KVStoreError as error:
+        raise StoreError(str(error)) from None
     return ended
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import secrets
 import stat
 from pathlib import Path
 
@@ -15,6 +16,9 @@ __all__ = ["MARK", "Mount"]
 MARK = "kvstore-share"
 """Name of a file that distinguishes the shared directory from the folder under its mount point."""
 
+MOST_MARK = 4096
+"""Most characters of it that are read."""
+
 _TEXT = "kvstore stores chunks here as long as this file exists or the mount has not changed.\n"
 
 
@@ -22,7 +26,7 @@ class Mount:
     """The file system that was mounted at a directory when this object was created.
 
     If a network file system is no longer mounted, files would fill the disk under its mount point.
-    When it is mounted again it may have another device number, but it has the mark.
+    When it is mounted again it may have another device number, but it has the same mark.
 
     Attributes:
         directory: the shared directory.
@@ -44,8 +48,9 @@ class Mount:
             with contextlib.suppress(OSError):
                 flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
                 with open(os.open(MARK, flags, 0o600, dir_fd=folder), "w") as file:
-                    file.write(_TEXT)
+                    file.write(f"{_TEXT}{secrets.token_hex(16)}\n")
             self._device = os.fstat(folder).st_dev
+            self._mark = _text_of(directory / MARK)
         finally:
             os.close(folder)
 
@@ -64,11 +69,13 @@ class Mount:
         mark = self.directory / MARK
         with contextlib.suppress(FileNotFoundError, NotADirectoryError):
             found = mark.lstat()
-            if stat.S_ISREG(found.st_mode) and self.trust.doubt(found) is None:
+            # Under the mount point there may be another mark, of a start before it was mounted.
+            same = None in (self._mark, its := _text_of(mark)) or its == self._mark
+            if stat.S_ISREG(found.st_mode) and self.trust.doubt(found) is None and same:
                 self._device = self.directory.stat().st_dev
                 return
         raise StoreError(
-            f"the shared directory is not mounted: another file system is there, without {mark}"
+            f"the shared directory is not mounted: another file system is there, without its {mark}"
         )
 
     def enter(self, below: str, *, make: bool) -> int:
@@ -97,3 +104,12 @@ class Mount:
             return found
         os.close(found)
         raise OSError(f"{folder} is on another file system than the one mounted before")
+
+
+def _text_of(mark: Path) -> str | None:
+    """What is in a mark; None if it is none, or may not be read."""
+    with contextlib.suppress(OSError, UnicodeDecodeError):
+        flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+        with open(os.open(mark, flags), encoding="ascii") as file:
+            return file.read(MOST_MARK)
+    return None

@@ -176,6 +176,12 @@ class ObjectTier(StoreTier):
             raise ValueError(f"url = {self._url!r}: {error}") from error
         return mount
 
+    def _allows_http(self) -> bool:
+        """Whether the endpoint, or else one that the environment names, is without TLS."""
+        names = _ENDPOINTS.get(urlsplit(self._url).scheme, ())
+        given = [self._options.get("endpoint")] if "endpoint" in self._options else []
+        return any(str(each).startswith("http://") for each in given or map(os.environ.get, names))
+
     def _made(self) -> Any:
         try:
             options: Any = self._options
@@ -183,7 +189,7 @@ class ObjectTier(StoreTier):
                 self._url,
                 config=options,
                 client_options={
-                    "allow_http": options.get("endpoint", "").startswith("http://"),
+                    "allow_http": self._allows_http(),
                     "connect_timeout": timedelta(seconds=self._timeout),
                     "timeout": timedelta(seconds=self._timeout),
                     "pool_idle_timeout": timedelta(seconds=IDLE_SECONDS),

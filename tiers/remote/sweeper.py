@@ -205,12 +205,14 @@ class Sweeper:
             self._refused, self._refusals = None, 0
             client, left = self._reached(), set(self.left)
             if not isinstance(client, ListingClient):
+                if self._capacity is not None:
+                    self._tell("the store cannot list its values: capacity_bytes has no effect")
                 return
             try:
                 ages = await self._remove_unused(client, left)
                 if self._refused is None:
                     self.left -= left
-                complaint = client.complaint
+                complaint = getattr(client, "complaint", None)
                 if self._capacity is not None:
                     await self._remove_oldest(client, ages, self._capacity)
                 if self._refused is not None:

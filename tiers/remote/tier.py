@@ -132,7 +132,8 @@ class StoreTier(Tier):
         self._client: StoreClient | None = None
         room = self.calls_at_once * self.batch_bytes
         self._reading, self._writing = (Gate(self.calls_at_once, room) for _ in range(2))
-        self._asking, self._sweeping = Gate(QUESTIONS_AT_ONCE, 0), Gate(1, 0)
+        self._asking = Gate(QUESTIONS_AT_ONCE, 0)
+        self._erasing, self._sweeping = Gate(1, 0), Gate(1, 0)
         self._orders = itertools.count()
         self._sweeper = Sweeper(
             self._place,
@@ -243,7 +244,7 @@ class StoreTier(Tier):
         async def remove() -> None:
             for prefix, start in itertools.product(prefixes, range(0, len(keys), MOST_REMOVED)):
                 part = keys[start : start + MOST_REMOVED]
-                await self._remove(self._asking, [f"{prefix}{key.hex()}" for key in part])
+                await self._remove(self._erasing, [f"{prefix}{key.hex()}" for key in part])
 
         try:
             await self._loop.run(remove())

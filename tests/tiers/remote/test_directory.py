@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import io
+import itertools
 import os
 import stat
 import threading
@@ -15,7 +17,7 @@ import pytest
 
 from kvstore.testing.bench import TierBench, key_of
 from kvstore.tiers.remote.client import StoreError
-from kvstore.tiers.remote.directory import MOST_LEFT, DirectoryClient
+from kvstore.tiers.remote.directory import MOST_LEFT, THREADS, DirectoryClient
 from kvstore.tiers.remote.mount import MARK, Mount
 from kvstore.tiers.remote.object import ObjectTier
 from kvstore.tiers.remote.record import RECORD_BYTES
@@ -215,6 +217,55 @@ async def test_a_write_that_was_given_up_is_not_there_afterwards(
     assert not [path for path in share.rglob("*") if path.is_file() and path.parent.name != "share"
                 and len(path.name) > 12]  # fmt: skip
     assert await found(share) == [False] * 4
+
+
+async def test_a_call_that_was_given_up_reads_no_more(
+    share: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    goes_on, read, count = threading.Event(), DirectoryClient._read, itertools.count()
+
+    def late(self: DirectoryClient, *about: Any) -> bytes | str:
+        next(count)
+        goes_on.wait(PATIENCE)
+        return read(self, *about)
+
+    bench = opened(share)
+    keys = [key_of(number) for number in range(16)]
+    assert all((await bench.store(keys, [0] * 16)).ok)
+    monkeypatch.setattr(DirectoryClient, "_read", late)
+    assert isinstance(bench.tier, ObjectTier)
+    bench.tier._timeout = 0.05
+    assert await bench.fetch(keys, [0] * 16) == [False] * 16
+    goes_on.set()
+    await until_async(lambda: not [t for t in threading.enumerate() if t.name == "kvstore-client"])
+    assert next(count) == THREADS
+    await bench.close()
+
+
+async def test_a_file_that_cannot_be_looked_at_costs_no_other(
+    share: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As one whose inode is damaged. The next write replaces it."""
+    await stored(share)
+    has, damaged = DirectoryClient._has, {KEYS[0].hex()}
+
+    def fails(self: DirectoryClient, folder: int, at: str) -> bool:
+        if not damaged or at.rpartition("/")[2] in damaged:
+            raise OSError(errno.EUCLEAN, "structure needs cleaning")
+        return has(self, folder, at)
+
+    monkeypatch.setattr(DirectoryClient, "_has", fails)
+    bench = opened(share)
+    for keys in (KEYS, KEYS[:1]):
+        done = await bench.tier.holds(keys)
+        assert done.ok == [False, True, True, True][: len(keys)]
+        assert (done.error, list(done.unread)) == (None, [])
+    assert caplog.text.count("cannot be looked at") == 1
+    assert (await bench.store(KEYS, [0] * 4)).ok == [True] * 4
+    # Where nothing can be looked at it is the directory's fault.
+    damaged.clear()
+    assert list((await bench.tier.holds(KEYS[:1])).unread) == [0]
+    await bench.close()
 
 
 async def test_a_directory_that_hangs_keeps_a_bounded_number_of_threads(

@@ -82,6 +82,20 @@ async def test_what_a_service_says_at_length_is_not_told() -> None:
 
 @pytest.mark.usefixtures("credentials")
 @pytest.mark.asyncio
+async def test_an_endpoint_without_tls_may_be_named_by_the_environment(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async with service(lambda method, writer: http("404 Not Found")) as endpoint:
+        monkeypatch.setenv("AWS_ENDPOINT_URL", endpoint)
+        tier = ObjectTier(PLACE, url="s3://bucket/p", region="eu")
+        bench = TierBench(tier, 2, 8192, 8000)
+        done = await tier.holds([key_of(1)])
+        await bench.close()
+    assert (done.ok, done.error) == ([False], None)
+
+
+@pytest.mark.usefixtures("credentials")
+@pytest.mark.asyncio
 async def test_a_list_that_never_ends_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("kvstore.tiers.remote.object.PAGE_SECONDS", 0.2)
     body = (

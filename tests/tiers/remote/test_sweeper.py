@@ -8,7 +8,8 @@ import os
 import time
 from collections import Counter
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 from hypothesis import given
@@ -18,7 +19,7 @@ from kvstore.plugins import create_tier
 from kvstore.policies.shares import Places, Share, Shares, tenant_keys
 from kvstore.testing.bench import TierBench, key_of
 from kvstore.tiers.remote import sweeper
-from kvstore.tiers.remote.client import StoreError
+from kvstore.tiers.remote.client import StoreClient, StoreError
 from kvstore.tiers.remote.directory import DirectoryClient
 from kvstore.tiers.remote.mount import Mount
 from kvstore.tiers.remote.object import ObjectTier
@@ -400,10 +401,30 @@ async def test_a_removal_that_takes_too_long_fails_no_question(
         await asyncio.sleep(60)
 
     monkeypatch.setattr(DirectoryClient, "remove", remove)
-    sweeping = asyncio.ensure_future(tier.sweep())
+    erasing = [tier.erase(keys[:2]) for _ in range(4)]
+    sweeping = asyncio.gather(tier.sweep(), *erasing)
     while not sweeping.done():
         questions = await asyncio.gather(*(tier.holds(keys[:4]) for _ in range(8)))
         assert all(each.error is None for each in questions)
+    await bench.close()
+
+
+@pytest.mark.parametrize("lists", [False, True])
+async def test_a_client_of_ones_own_is_swept_or_its_capacity_is_told_to_do_nothing(
+    tmp_path: Path, opened: Any, *, lists: bool
+) -> None:
+    bench = opened()
+    assert isinstance(bench.tier, ObjectTier)
+    client = bench.tier.connect()
+    # It has no ``complaint``.
+    has = ["exists", "put", "get", "remove", "close", *["listed"] * lists]
+    own = SimpleNamespace(**{name: getattr(client, name) for name in has})
+    bench.tier._client_of = lambda: cast(StoreClient, own)
+    await store(bench, keys_of(range(2 * ROOM)))
+    await sweep(bench)
+    assert len(files(tmp_path)) == (LEFT if lists else 2 * ROOM)
+    told = "".join(await store(bench, keys_of(range(1))))
+    assert ("cannot list its values" in told) is not lists
     await bench.close()
 
 
