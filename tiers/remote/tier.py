@@ -132,8 +132,7 @@ class StoreTier(Tier):
         self._client: StoreClient | None = None
         room = self.calls_at_once * self.batch_bytes
         self._reading, self._writing = (Gate(self.calls_at_once, room) for _ in range(2))
-        self._asking = Gate(QUESTIONS_AT_ONCE, 0)
-        self._erasing, self._sweeping = Gate(1, 0), Gate(1, 0)
+        self._asking, self._erasing = Gate(QUESTIONS_AT_ONCE, 0), Gate(1, 0)
         self._orders = itertools.count()
         self._sweeper = Sweeper(
             self._place,
@@ -141,7 +140,7 @@ class StoreTier(Tier):
             place.partitions,
             self._reached,
             # Nobody else waits for it, nor fails if it takes too long.
-            partial(self._remove, self._sweeping),
+            partial(self._remove, Gate(1, 0)),
         )
         self._begin_epoch(SHARED_EPOCH)
 
