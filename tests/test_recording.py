@@ -174,9 +174,11 @@ def test_what_cannot_be_written_in_time_is_dropped_and_counted(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     recorder = Recorder(tmp_path / "trace", MIB, 1)
-    for _ in range(2):
-        recorder.add([[b"key"] * (MOST_QUEUED + 1)])
-    assert recorder.dropped == 2
+    recorder.add([[b"key"] * (MOST_QUEUED + 1)])
+    assert not caplog.text
+    for _ in range(3):
+        recorder.add([[b"key"] * (MOST_QUEUED // 2 + 1)])
+    assert recorder.dropped == 3
     assert caplog.text.count("does not take requests as fast as they come") == 1
     end(recorder)
 

@@ -42,12 +42,6 @@ GAP = 0.5
 """Share of a namespace's files that holds nothing, or chunks from before a reset, from which on
 compacting is worth it."""
 
-TROUBLE = (
-    ("tier_corrupt_chunks", "read from it had wrong bytes, and were not used"),
-    ("tier_failed_writes", "could not be written to it"),
-)
-"""Metrics of a tier's chunks that went wrong, with what is told of them."""
-
 FULL = 0.03
 """Share of the drive below which free space counts as little."""
 
@@ -219,13 +213,19 @@ def _tier(now: Snapshot, tier: str) -> Finding:
             f"{read:,.0f} chunks were read from it, and {loaded:,} of them loaded: most of what "
             "was fetched for requests in the queue was not needed then."
         )
-    for name, told in TROUBLE:
-        if count := int(now.get(name, tier)):
-            found.faults += count
-            found.advice.append(f"{counted(count, 'chunk')} {told}: see the server's log.")
-    # How many were errors of the moment only is not known.
-    if errors := int(now.get("tier_errors", tier)):
-        found.advice.append(f"{counted(errors, 'operation')} on it failed since the start.")
+    found.faults = int(now.get("tier_corrupt_chunks", tier))
+    if found.faults:
+        found.advice.append(
+            f"{counted(found.faults, 'chunk')} read from it had wrong bytes, and were not used: "
+            "see the server's log."
+        )
+    # These may have been of a moment when it was away.
+    failed, errors = int(now.get("tier_failed_writes", tier)), int(now.get("tier_errors", tier))
+    if failed or errors:
+        found.advice.append(
+            f"Since the start {counted(errors, 'operation')} on it failed, and "
+            f"{counted(failed, 'chunk')} could not be written to it."
+        )
     states = [state for state in STATES if state != "outpaced" and now.get(f"tier_{state}", tier)]
     for state in [*states, *["away"] * bool(now.get("store_away", tier))]:
         found.advice.append(f"It is {state} now: see the server's log.")

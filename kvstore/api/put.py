@@ -237,6 +237,7 @@ class Puts:
         self._core.save_first(keys)
         self._driver.pump()
         await self._driver.until(Copies.of(self._core, target, keys).ended)
+        self._driver.check()
         hidden, held = self._core.hidden, target.entries
         # What a peer keeps on the same disk does not count: its owner may have removed it.
         return next(

@@ -153,6 +153,8 @@ class Store:
         )
         self._driver.on_step = self._expire
         self._onlookers = Onlookers(self._home)
+        self._leases = 0
+        self._driver.lent = lambda: bool(self._leases or self._onlookers.rows)
         self._hurry = False
         self._closing: asyncio.Task[None] | None = None
         self._upkeep: asyncio.Task[None] | None = None
@@ -709,6 +711,7 @@ class Store:
             self._prompts.returned(prompt)
             raise
         held.append((prompt, self._core.era))
+        self._leases += 1
         self._prompts.had(prompt, count)
         if stepped:
             self._driver.flush_soon()
@@ -767,6 +770,8 @@ class Store:
             views.clear()
 
     def _end_lease(self, chunks: Chunks, prompt: Prompt, era: int) -> None:
+        self._leases -= 1
+
         def unpin(key: bytes) -> None:
             self._core.complete_load([key], prompt.id, era)
             self._driver.freed()
@@ -869,9 +874,7 @@ class Store:
         self._driver.closed = True
         self._driver.wake()
         self._threads.shutdown(wait=False)
-        # Calls under way write to host memory, so that they are waited for in any case.
-        left = 0.0 if self._hurry else end - time.monotonic()
-        left = max(left, min(whole, END_SECONDS))
+        left = max(end - time.monotonic(), min(whole, END_SECONDS))
         if await end_engine(self._driver.engine, self._assembly.recency(), left):
             self._region.close()
 

@@ -84,7 +84,7 @@ def check_size(name: str, value: object, least: int = 0) -> int:
 
 def without_passwords(value: object) -> str:
     """A value as text, without what stands before the host of an address."""
-    return re.sub(r"(?<!file:)(?<!/)//.*@", "//***@", str(value))
+    return re.sub(r"(?<!/)//(?!/).*@", "//***@", str(value))
 
 
 def any_size(value: Size) -> int:

@@ -239,6 +239,7 @@ class Engine:
                 raise ValueError(f"{len(completion.ok)} answers for {len(move.keys)} blocks")
         except BaseException as error:
             if _is_end(error):
+                self.cut_off = True
                 raise
             # A tier has no business raising, but the panic of a native client is no `Exception`;
             # its fault must still end the move. What the system says is no fault of the tier.

@@ -43,6 +43,7 @@ class Driver:
         closing: nothing is stored any more, as the end does not wait for it.
         closed: nothing is begun any more.
         on_step: called with the time when a step has begun.
+        lent: whether chunks are leased, so that a wait may be for the end of that.
     """
 
     def __init__(
@@ -65,6 +66,7 @@ class Driver:
         self._ending: asyncio.Handle | None = None
         self._stepped = self._pumped = -math.inf
         self.on_step: Callable[[float], None] = lambda now: None
+        self.lent: Callable[[], bool] = lambda: False
 
     def check(self) -> None:
         """Refuse a call from elsewhere, or after the end.
@@ -184,10 +186,10 @@ class Driver:
             KVStoreError: if the store is closed meanwhile, or what is under way was cancelled.
         """
         while not done():
-            if self.engine.stuck:
+            self.check()
+            if self.engine.stuck and not self._core.behind and not self.lent():
                 raise KVStoreError(STUCK)
             await self.moved()
-            self.check()
 
     async def moved(self, request: str | None = None) -> None:
         """Wait until something has moved, or for a moment.

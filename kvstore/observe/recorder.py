@@ -68,6 +68,7 @@ class Recorder:
         ).encode("ascii")
         self.dropped = 0
         """Requests that were not recorded because the queue was full or they were too long."""
+        self._behind = False
         self._queue: deque[tuple[float, Keys]] = deque()
         self._writing = 0
         """Requests whose records are being written."""
@@ -95,7 +96,8 @@ class Recorder:
         """
         count = sum(map(len, chains))
         if self._ended or self._came - self._went + count > MOST_QUEUED:
-            if not self.dropped and not self._ended:
+            if not self._behind and not self._ended and self._came > self._went:
+                self._behind = True
                 logger.warning(
                     "record_trace: %s does not take requests as fast as they come",
                     self.path,

@@ -100,16 +100,17 @@ async def test_a_forked_child_keeps_neither_socket_nor_recording(
 ) -> None:
     at = f"127.0.0.1:{free_port()}" if where == "port" else str(tmp_path / where)
     config = small(tmp_path / "cache", control=at, record_trace=str(tmp_path / "t.rec"))
-    reader, writer = os.pipe()
+    (reader, writer), (told, tell) = os.pipe(), os.pipe()
     async with kvstore.open(config) as store:
         await store.put(A, payloads(A))
         child = os.fork()
         if not child:
             os.close(writer)
-            # It lives until the parent has closed its end.
+            os.write(tell, b"x")
+            # It lives until the parent has closed its end, however that ends.
             os.read(reader, 1)
             os._exit(0)
-        await asyncio.sleep(0.2)
+        os.read(told, 1)
         served = aiohttp.TCPConnector() if where == "port" else aiohttp.UnixConnector(at)
         url = f"http://{at}" if where == "port" else "http://localhost"
         async with aiohttp.ClientSession(url, connector=served) as session:
@@ -120,7 +121,8 @@ async def test_a_forked_child_keeps_neither_socket_nor_recording(
     finally:
         os.close(writer)
         os.waitpid(child, 0)
-        os.close(reader)
+        for each in (reader, told, tell):
+            os.close(each)
     names = {each.name for each in tmp_path.iterdir()}
     assert names == {"t.rec", "t.rec.old"}
 

@@ -458,7 +458,7 @@ def test_tensors_that_are_read_amid_a_clear_are_not_told(
 
 @pytest.mark.parametrize("call", ["read", "write"])
 def test_what_begins_while_a_clear_waits_is_not_told_and_not_kept(
-    tmp_path: Path, call: str
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: str
 ) -> None:
     names, here = _names(4), torch.arange(4 * PAGE)
     with _backend(attention("page_first"), extra(tmp_path)) as one:
@@ -468,6 +468,14 @@ def test_what_begins_while_a_clear_waits_is_not_told_and_not_kept(
         told: list[list[bool]] = []
         move = one.batch_get_v1 if call == "read" else one.batch_set_v1
         moving = threading.Thread(target=lambda: told.append(move(names, here)))
+        pool, begun = one._pools["kv"], threading.Event()
+        real = getattr(pool, call)
+
+        def noted(*args: Any) -> Any:
+            begun.set()
+            return real(*args)
+
+        monkeypatch.setattr(pool, call, noted)
         with one._storing:
             clearing.start()
             end = time.monotonic() + WAIT_S
@@ -475,6 +483,7 @@ def test_what_begins_while_a_clear_waits_is_not_told_and_not_kept(
                 assert time.monotonic() < end
                 time.sleep(0.001)
             moving.start()
+            assert begun.wait(WAIT_S)
             if call == "read":
                 moving.join(WAIT_S)
         for each in (clearing, moving):

@@ -339,6 +339,7 @@ def test_a_password_is_not_printed(tmp_path: Path, capsys: pytest.CaptureFixture
         ("redis://me:pa/ss@host:6379/0", "redis://***@host:6379/0"),
         ("redis://:a b@c@host", "redis://***@host"),
         ("file:///data/a@b/c", "file:///data/a@b/c"),
+        ("file://me:secret@nas/kv", "file://***@nas/kv"),
         ("s3://bucket/prefix", "s3://bucket/prefix"),
     ],
 )

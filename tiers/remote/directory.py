@@ -88,8 +88,8 @@ class DirectoryClient:
             # Of the directory, which then has no answer for another name either, or of these files.
             other = secrets.token_hex(8)
             await self._each(names[:1], False, lambda folder, *_: self._has(folder, other))
-        if faults and not self._doubted:
-            self._doubted = True
+        told, self._doubted = self._doubted, bool(faults)
+        if faults and not told:
             logger.warning(
                 "%s: there are values that cannot be looked at, and count as missing: %s",
                 self._mount.directory,

@@ -6,6 +6,7 @@ import contextlib
 import os
 import secrets
 import stat
+import time
 from pathlib import Path
 
 from kvstore.tiers.disk.trust import STRICT, Trust, open_folder
@@ -15,6 +16,9 @@ __all__ = ["MARK", "Mount"]
 
 MARK = "kvstore-share"
 """Name of a file that distinguishes the shared directory from the folder under its mount point."""
+
+READ_SECONDS = 30.0
+"""How often it is read again while the same file system is there."""
 
 MOST_MARK = 4096
 """Most characters of it that are read."""
@@ -50,7 +54,7 @@ class Mount:
                 with open(os.open(MARK, flags, 0o600, dir_fd=folder), "w") as file:
                     file.write(f"{_TEXT}{secrets.token_hex(16)}\n")
             self._device = os.fstat(folder).st_dev
-            self._mark = _text_of(directory / MARK)
+            self._mark, self._read = _text_of(directory / MARK), time.monotonic()
         finally:
             os.close(folder)
 
@@ -64,9 +68,12 @@ class Mount:
         there = self.directory
         while not os.path.lexists(there):
             there = there.parent
-        if there.stat().st_dev == self._device:
-            return
         mark = self.directory / MARK
+        if there.stat().st_dev == self._device:
+            if time.monotonic() - self._read > READ_SECONDS:
+                # Another host may have emptied the share, and marked it anew.
+                self._mark, self._read = _text_of(mark) or self._mark, time.monotonic()
+            return
         with contextlib.suppress(FileNotFoundError, NotADirectoryError):
             found = mark.lstat()
             # Under the mount point there may be another mark, of a start before it was mounted.
@@ -75,7 +82,8 @@ class Mount:
                 self._device = self.directory.stat().st_dev
                 return
         raise StoreError(
-            f"the shared directory is not mounted: another file system is there, without its {mark}"
+            f"the shared directory is not mounted: another file system is there, without {mark} as "
+            "it was at the start: if this is the share, start again"
         )
 
     def enter(self, below: str, *, make: bool) -> int:

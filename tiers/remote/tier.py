@@ -58,7 +58,7 @@ LONGEST_TIMEOUT = 86400.0
 """Limit of `timeout_s`, in seconds."""
 
 QUESTIONS_AT_ONCE = 4
-"""Most questions, and calls that remove values, under way at once."""
+"""Most questions under way at once."""
 
 FIRST_ASKED = 4
 """Keys of the first wave of a question that takes several."""

@@ -238,7 +238,7 @@ async def test_a_call_that_was_given_up_reads_no_more(
     assert await bench.fetch(keys, [0] * 16) == [False] * 16
     goes_on.set()
     await until_async(lambda: not [t for t in threading.enumerate() if t.name == "kvstore-client"])
-    assert next(count) == THREADS
+    assert next(count) <= THREADS
     await bench.close()
 
 
