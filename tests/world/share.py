@@ -6,6 +6,7 @@ import asyncio
 import random
 import time
 from collections.abc import AsyncIterator, Collection, Sequence
+from functools import lru_cache
 
 from kvstore.tiers.remote.client import StoreClient, StoreError, Unread
 from kvstore.tiers.remote.record import RECORD_BYTES
@@ -13,6 +14,13 @@ from kvstore.tiers.remote.tier import StoreTier
 from kvstore.types import TierPlace
 
 __all__ = ["SERVERS", "ShareClient", "ShareServer", "ShareTier"]
+
+
+@lru_cache(2**16)
+def _place_of(name: str) -> tuple[str, str]:
+    """Place and epoch of a value: they are asked for again and again."""
+    where, epoch, _ = name.rsplit("/", 2)
+    return where, epoch
 
 
 class ShareServer:
@@ -135,7 +143,7 @@ class ShareClient:
         await self._reach()
         epochs: dict[str, list[tuple[str, float]]] = {}
         for name, (_, since) in self._server.values.items():
-            where, epoch, _ = name.rsplit("/", 2)
+            where, epoch = _place_of(name)
             if where == place and epoch not in but:
                 epochs.setdefault(epoch, []).append((name, since))
         for its in epochs.values():
