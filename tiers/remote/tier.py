@@ -180,7 +180,8 @@ class StoreTier(Tier):
         if self._keys is not None and self._keys.changes != self._keys_seen:
             # Values may be valid that were encrypted with keys that were not known.
             self._keys_seen = self._keys.changes
-            self._bad.clear()
+            for key in [each for each, (_, why) in self._bad.items() if why == NO_KEY]:
+                del self._bad[key]
         names, order = self._names(keys), next(self._orders)
         found: list[bool] = []
         unread, error = range(0), None
@@ -200,9 +201,8 @@ class StoreTier(Tier):
             if not any(there):
                 break
             size = self.asked_at_once
-        now = time.monotonic()
         ok = [
-            there and self._bad.get(key, -math.inf) + BAD_LASTS < now
+            there and self._bad.get(key, (-math.inf, None))[0] + BAD_LASTS < time.monotonic()
             for key, there in zip(keys, found, strict=False)
         ]
         return Transfer(ok + [False] * (len(names) - len(ok)), error, unread)
@@ -321,7 +321,7 @@ class StoreTier(Tier):
             if record is not None and errors[-1] is not None:
                 # One that could not be read is replaced when it is written, and tried once more.
                 once = type(record) is Unread and known is None
-                self._bad[key] = time.monotonic() - BAD_LASTS * once
+                self._bad[key] = time.monotonic() - BAD_LASTS * once, errors[-1]
         if None in errors:
             self._unread.clear()
         elif len(self._unread) < MOST_UNREAD:
@@ -443,8 +443,8 @@ class StoreTier(Tier):
         self._seed = seed_of(self._prefix)
         sealer = None if self._keys is None else Sealer(self._keys, self._prefix)
         self._coder = Coder.of(sealer, self._codec, self._chunk_bytes)
-        # Keys whose values were found invalid, and when.
-        self._bad: dict[bytes, float] = {}
+        # Keys whose values were found invalid, when, and why.
+        self._bad: dict[bytes, tuple[float, str | None]] = {}
         # Keys, not many, whose values could not be read since one could be.
         self._unread: set[bytes] = set()
         self._keys_seen = 0 if self._keys is None else self._keys.changes

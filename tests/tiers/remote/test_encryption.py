@@ -121,6 +121,25 @@ async def test_a_key_that_comes_later_opens_what_was_closed_before(tmp_path: Pat
         await other.close()
 
 
+async def test_a_damaged_value_is_replaced_also_after_keys_have_changed(tmp_path: Path) -> None:
+    """Other keys make no damaged value a valid one. Found by the simulated world, seed 925."""
+    MemoryTier.values.clear()
+    ring = some_keys(tmp_path)
+    bench = TierBench(MemoryTier(TierPlace("n", {}, 8000, ring), timeout_s=9.0), 4, 8192, 8000)
+    key = key_of(1)
+    try:
+        assert (await bench.store([key], [0])).ok == [True]
+        ((name, (record, payload)),) = MemoryTier.values.items()
+        MemoryTier.values[name] = record, bytes(len(payload))
+        assert await bench.fetch([key], [0]) == [False]
+        ring.changes += 1
+        assert (await bench.tier.holds([key_of(2)])).ok == [False]
+        assert (await bench.store([key], [0])).ok == [True]
+        assert await bench.fetch([key], [0]) == [True]
+    finally:
+        await bench.close()
+
+
 class SlowTier(StoreTier):
     @property
     def address(self) -> str:
