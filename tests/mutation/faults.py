@@ -834,7 +834,7 @@ FAULTS = (
         ),
         (
             "a value that was found damaged is asked for again and again",
-            "there and self._bad.get(key, -math.inf) + BAD_LASTS < now",
+            "there and self._bad.get(key, (-math.inf, None))[0] + BAD_LASTS < time.monotonic()",
             "there",
         ),
         (
