@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import os
 import threading
+import weakref
 from asyncio import _get_running_loop as running_loop
 from collections.abc import Callable, Coroutine
 from concurrent.futures import Executor, Future
@@ -18,6 +19,7 @@ __all__ = [
     "Daemons",
     "Home",
     "LoopThread",
+    "given_up_in_children",
     "in_thread",
     "new_event_loop",
     "outlast",
@@ -42,6 +44,18 @@ def new_event_loop() -> asyncio.AbstractEventLoop:
         return asyncio.new_event_loop()
     loop: asyncio.AbstractEventLoop = uvloop.new_event_loop()
     return loop
+
+
+def given_up_in_children(give_up: Callable[[_T], object]) -> weakref.WeakSet[_T]:
+    """Return a set for what a forked child must not keep: `give_up` is called on each there."""
+    kept: weakref.WeakSet[_T] = weakref.WeakSet()
+
+    def in_child() -> None:
+        for each in list(kept):
+            give_up(each)
+
+    os.register_at_fork(after_in_child=in_child)
+    return kept
 
 
 def start_thread(thread: threading.Thread) -> None:

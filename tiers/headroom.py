@@ -18,10 +18,10 @@ import os
 import secrets
 import socket
 import time
-import weakref
 from collections.abc import Iterator
 from pathlib import Path
 
+from kvstore.concurrency import given_up_in_children
 from kvstore.errors import ConfigError
 
 __all__ = ["available_bytes", "claimed", "most_bytes"]
@@ -104,16 +104,8 @@ def _named(name: str) -> socket.socket | None:
     return holder
 
 
-_names: weakref.WeakSet[socket.socket] = weakref.WeakSet()
-
-
-def _forget_in_child() -> None:
-    # A forked child must not keep the claims of its parent.
-    for holder in list(_names):
-        holder.close()
-
-
-os.register_at_fork(after_in_child=_forget_in_child)
+# A forked child must not keep the claims of its parent.
+_names = given_up_in_children(socket.socket.close)
 
 
 def _claims() -> Iterator[tuple[int, list[str] | None]]:

@@ -22,13 +22,13 @@ import os
 import socket
 import stat
 import time
-import weakref
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
 from aiohttp import web
 
+from kvstore.concurrency import given_up_in_children
 from kvstore.control.commands import FORMAT, Commands
 from kvstore.errors import NOT_PARSED, ConfigError, KVStoreError
 from kvstore.types import about
@@ -266,15 +266,7 @@ class ControlServer:
         raise ValueError(f"{MOST_SOCKETS} processes listen there already")
 
 
-_open: weakref.WeakSet[ControlServer] = weakref.WeakSet()
-
-
-def _abandon_in_child() -> None:
-    for server in list(_open):
-        server.abandon_in_child()
-
-
-os.register_at_fork(after_in_child=_abandon_in_child)
+_open = given_up_in_children(ControlServer.abandon_in_child)
 
 
 def _place_of(path: Path) -> tuple[int, int]:

@@ -16,14 +16,13 @@ import json
 import logging
 import os
 import time
-import weakref
 from collections import deque
 from pathlib import Path
 from typing import Any
 
 from aiofiles.threadpool import wrap
 
-from kvstore.concurrency import Daemons
+from kvstore.concurrency import Daemons, given_up_in_children
 from kvstore.errors import ConfigError, KVStoreError
 from kvstore.observe.recording import MAGIC, MOST_AT_ONCE, Keys, encode_request, older_file
 from kvstore.tiers.disk.trust import STRICT
@@ -246,16 +245,8 @@ class Recorder:
         )
 
 
-_open: weakref.WeakSet[Recorder] = weakref.WeakSet()
-
-
-def _abandon_in_child() -> None:
-    # A forked child must not keep the recordings of its parent locked.
-    for recorder in list(_open):
-        recorder.abandon()
-
-
-os.register_at_fork(after_in_child=_abandon_in_child)
+# A forked child must not keep the recordings of its parent locked.
+_open = given_up_in_children(Recorder.abandon)
 
 
 def fault_of(fd: int) -> str | None:

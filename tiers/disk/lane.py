@@ -10,12 +10,12 @@ import os
 import re
 import stat
 import time
-import weakref
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import NamedTuple
 
+from kvstore.concurrency import given_up_in_children
 from kvstore.errors import LaneBusyError, PathUnusableError
 from kvstore.tiers.disk.epoch import MAX_EPOCH
 from kvstore.tiers.disk.segment import segment_files
@@ -149,16 +149,8 @@ def _lock_is_trusted(folder: Path, trust: Trust) -> bool:
         return True
 
 
-_owned: weakref.WeakSet[Lane] = weakref.WeakSet()
-
-
-def _abandon_in_child() -> None:
-    # A forked child must not keep the lanes of its parent locked.
-    for lane in list(_owned):
-        lane.release()
-
-
-os.register_at_fork(after_in_child=_abandon_in_child)
+# A forked child must not keep the lanes of its parent locked.
+_owned = given_up_in_children(Lane.release)
 
 
 def lane_folders(
