@@ -9,7 +9,9 @@ group ``kvstore.tiers``.
 from __future__ import annotations
 
 import ast
+import logging
 import re
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -27,13 +29,14 @@ from kvstore.policies import (
     policy_names,
 )
 from kvstore.policies.admission import TenantFilters
+from kvstore.policies.guard import guarded_filter, guarded_policy
 from kvstore.policies.parameters import parameters_of, shown
 from kvstore.policies.registry import Registry
 from kvstore.policies.shares import Shares
 from kvstore.policies.tenants import Tenants
 from kvstore.sizes import parse_size
 from kvstore.tiers.base import Tier
-from kvstore.types import TierPlace
+from kvstore.types import TierPlace, about
 
 __all__ = [
     "Choice",
@@ -49,6 +52,8 @@ __all__ = [
     "tail_bytes_of",
     "tier_names",
 ]
+
+logger = logging.getLogger("kvstore")
 
 MOST_TEXT = 1000
 """Most characters of a choice: to read more of them would hold a server up."""
@@ -147,7 +152,8 @@ def build_policy(
     chosen = Choice(choice) if isinstance(choice, str) else choice
 
     def make(capacity: int) -> EvictionPolicy:
-        return create_policy(chosen.name, capacity, **dict(chosen.parameters))
+        made = create_policy(chosen.name, capacity, **dict(chosen.parameters))
+        return guarded_policy(made, _tell_fault)
 
     return make(capacity) if shares is None else Tenants(capacity, make, shares)
 
@@ -166,7 +172,8 @@ def build_filters(
     """
 
     def made(choice: Choice, capacity: int) -> AdmissionFilter:
-        return create_filter(choice.name, capacity, chunk_bytes, **dict(choice.parameters))
+        its = create_filter(choice.name, capacity, chunk_bytes, **dict(choice.parameters))
+        return guarded_filter(its, _tell_fault)
 
     def of_each(choice: Choice) -> AdmissionFilter:
         whole = made(choice, capacity)
@@ -178,6 +185,11 @@ def build_filters(
     if len(filters) > 1:
         return Chain(filters)
     return filters[0] if filters else None
+
+
+def _tell_fault(what: str) -> None:
+    raised = sys.exception() is not None
+    logger.error("%s", what, extra=about("plugin.failed", error=what), exc_info=raised)
 
 
 def check_policy(value: object) -> Choice:

@@ -73,6 +73,11 @@ class AdmissionFilter(ABC):
     def clear(self) -> None:
         """Forget all requests."""
 
+    @property
+    def faults(self) -> int:
+        """How often the filter failed: see `guard`."""
+        return 0
+
 
 class Chain(AdmissionFilter):
     """Filter that admits what all of its filters admit.
@@ -107,6 +112,10 @@ class Chain(AdmissionFilter):
     def clear(self) -> None:
         for each in self.filters:
             each.clear()
+
+    @property
+    def faults(self) -> int:
+        return sum(each.faults for each in self.filters)
 
 
 class TenantFilters(AdmissionFilter):
@@ -143,3 +152,7 @@ class TenantFilters(AdmissionFilter):
     def clear(self) -> None:
         for each in self.partitions:
             each.clear()
+
+    @property
+    def faults(self) -> int:
+        return sum(each.faults for each in self.partitions)

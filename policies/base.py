@@ -74,7 +74,9 @@ class EvictionPolicy(ABC):
     with a default and annotated as `int`, `float`, `bool` or `str`.
 
     Args:
-        capacity: the number of chunks that the tier can hold, at least 1.
+        capacity: the number of chunks that the tier can hold, at least 1. More keys may be
+            resident: where a tier is made smaller, until they have left, and where tenants share
+            one, as each has its expected part for a capacity and may use what others leave.
     """
 
     name: str
@@ -151,6 +153,11 @@ class EvictionPolicy(ABC):
         """The policies that this one is made of."""
         return ()
 
+    @property
+    def faults(self) -> int:
+        """How many of the `parts` have failed: see `guard`."""
+        return sum(part.faults for part in self.parts)
+
     def reach(self, keys: Sequence[bytes]) -> int:
         """Return how many of the keys of one prompt may be resident together, as things are.
 
@@ -223,6 +230,7 @@ class EvictionPolicy(ABC):
     def order(self) -> Iterable[bytes]:
         """Return resident keys, coldest first, if the policy has an order.
 
-        Used at a clean stop to keep recency across a restart.
+        Used at a clean stop to keep recency across a restart, on another thread than the other
+        methods, while none of them is called.
         """
         return ()

@@ -92,6 +92,9 @@ def check_parameters(what: str, cls: type, values: Mapping[str, object]) -> None
         parameter = allowed.get(name)
         if parameter is None:
             known = ", ".join(map(str, allowed.values())) or "none"
-            raise ValueError(f"{what} has no parameter {name!r}; it takes: {known}")
+            hint = ""
+            if name in inspect.signature(cls).parameters:
+                hint = "; a parameter is keyword-only: it stands behind a *"
+            raise ValueError(f"{what} has no parameter {name!r}; it takes: {known}{hint}")
         if not parameter.accepts(value):
             raise ValueError(f"{what}: {name} = {shown(value)} must be {_SHOWN[parameter.type]}")

@@ -8,6 +8,7 @@ name is the policy's or filter's name and whose value is the class.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from importlib.metadata import entry_points
 from typing import Any, Generic, TypeVar
@@ -21,7 +22,7 @@ from kvstore.policies.fifo import FIFO
 from kvstore.policies.hitdensity import HitDensity
 from kvstore.policies.lfu import LFU
 from kvstore.policies.lru import LRU
-from kvstore.policies.parameters import check_parameters
+from kvstore.policies.parameters import check_parameters, parameters_of
 from kvstore.policies.reuse import ReuseThreshold
 from kvstore.policies.s3fifo import S3FIFO
 from kvstore.policies.sieve import SIEVE
@@ -111,6 +112,13 @@ class Registry(Generic[_T]):
 
     def _check(self, name: str, cls: object) -> type[_T]:
         if isinstance(cls, type) and issubclass(cls, self.base):
+            if inspect.isabstract(cls):
+                lacks = ", ".join(sorted(getattr(cls, "__abstractmethods__", ())))
+                raise ValueError(f"{self.kind} {name!r} lacks methods: {lacks}")
+            try:
+                parameters_of(cls)
+            except TypeError as error:
+                raise ValueError(f"{self.kind} {name!r}: {error}") from error
             return cls
         raise ValueError(f"{self.kind} {name!r} is not a subclass of {self.base.__name__}: {cls!r}")
 
@@ -123,6 +131,20 @@ class Registry(Generic[_T]):
         cls = self.find(name)
         check_parameters(f"{self.kind} {name!r}", cls, parameters)
         return cls
+
+    def built(self, name: str, arguments: tuple[int, ...], parameters: dict[str, Any]) -> _T:
+        """Return one of the class called `name`.
+
+        Raises:
+            ValueError: as `checked`, and if its constructor raises anything.
+        """
+        cls = self.checked(name, parameters)
+        try:
+            return cls(*arguments, **parameters)
+        except (ValueError, MemoryError):
+            raise
+        except Exception as error:
+            raise ValueError(f"{self.kind} {name!r}: its constructor raised {error!r}") from error
 
 
 _policies: Registry[EvictionPolicy] = Registry("policy", EvictionPolicy, "kvstore.policies")  # type: ignore[type-abstract]
@@ -142,7 +164,7 @@ def create_policy(name: str, capacity: int, **parameters: Any) -> EvictionPolicy
         ValueError: as `find_policy`; for a parameter that the policy does not
             take, of another type or out of range, naming what is allowed.
     """
-    return _policies.checked(name, parameters)(capacity, **parameters)
+    return _policies.built(name, (capacity,), parameters)
 
 
 def create_filter(name: str, capacity: int, chunk_bytes: int, **parameters: Any) -> AdmissionFilter:
@@ -152,7 +174,7 @@ def create_filter(name: str, capacity: int, chunk_bytes: int, **parameters: Any)
         ValueError: as `find_filter`; for a parameter that the filter does not
             take, of another type or out of range, naming what is allowed.
     """
-    return _filters.checked(name, parameters)(capacity, chunk_bytes, **parameters)
+    return _filters.built(name, (capacity, chunk_bytes), parameters)
 
 
 for _policy in (LRU, FIFO, ARC, LFU, SIEVE, S3FIFO, WTinyLFU, HitDensity):

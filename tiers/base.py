@@ -220,7 +220,10 @@ class Tier(ABC):
 
     @abstractmethod
     def abandon(self) -> None:
-        """Release the medium at once, while no call is running; may block briefly."""
+        """Release the medium at once, while no call is running; may block briefly.
+
+        Also called where `open` has raised: what it had begun is released then.
+        """
 
     @property
     @abstractmethod

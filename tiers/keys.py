@@ -11,6 +11,7 @@ This module is long because whatever reads, keeps or writes a secret stands here
 from __future__ import annotations
 
 import contextlib
+import inspect
 import json
 import logging
 import os
@@ -264,7 +265,7 @@ def parse_keys(found: object, source: str) -> dict[str, list[Secret]]:
     for name, value in found.items():
         if _is_key(name):
             raise ConfigError(f"{source}: a key stands where the name of a tenant belongs")
-        several = [value] if isinstance(value, (str, bytes)) else value
+        several = [value] if isinstance(value, (str, bytes, bytearray)) else value
         if not isinstance(several, Sequence) or not several:
             raise ConfigError(f"{source}: {name!r}: must be a key or a list of keys")
         secrets = [_secret(each, f"{source}: {name!r}") for each in several]
@@ -291,8 +292,8 @@ def _is_key(text: str) -> bool:
 
 def _secret(value: object, where: str) -> Secret:
     material = b""
-    if isinstance(value, bytes):
-        material = value
+    if isinstance(value, (bytes, bytearray)):
+        material = bytes(value)
     elif isinstance(value, str):
         with contextlib.suppress(ValueError):
             material = bytes.fromhex(value)
@@ -359,13 +360,21 @@ class _Hook(_Reader):
             self._call: Callable[[], Any] = getattr(import_module(module), name)
         except (ImportError, AttributeError) as error:
             raise ConfigError(f"{source}: {error}") from error
+        except (Exception, SystemExit) as error:
+            raise ConfigError(f"{module}: raised {type(error).__name__} when imported") from error
 
     def __call__(self) -> Any:
         try:
-            return self._call()
+            found = self._call()
+            # A table that fetches keys as they are asked for may fail at that.
+            found = dict(found) if isinstance(found, Mapping) else found
         # It may raise anything, and say what is nobody's business.
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             raise ConfigError(f"{self.source}: raised {type(error).__name__}") from error
+        if inspect.iscoroutine(found):
+            found.close()
+            raise ConfigError(f"{self.source}: returned a coroutine: it must not be async")
+        return found
 
 
 def _reader(source: str) -> _Reader:

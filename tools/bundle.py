@@ -18,6 +18,7 @@ from kvstore.maintenance.bundle import (
     places_of,
     read_whole,
     the_namespace,
+    unread,
 )
 from kvstore.maintenance.payloads import sealer_of
 from kvstore.maintenance.survey import NamespaceSurvey
@@ -126,7 +127,7 @@ def run_show(options: argparse.Namespace) -> int:
     namespace = the_namespace(options.path)
     place = places_of(namespace, [key]).get(key)
     if place is None:
-        raise KVStoreError(f"{options.path} holds no chunk {key.hex()}")
+        raise KVStoreError(f"{options.path} holds no chunk {key.hex()}{unread(namespace)}")
     sealer = sealer_of(options.keys, namespace.digest)
     place, payload = read_whole(place, sealer)
     # What cannot be read is not whole, whatever its key.

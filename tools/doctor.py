@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import shlex
 import shutil
+import sys
 import time
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
@@ -20,7 +21,7 @@ from pathlib import Path
 from kvstore.errors import KVStoreError
 from kvstore.maintenance.survey import NamespaceSurvey, survey
 from kvstore.sizes import format_size
-from kvstore.tools.drives import YEARS, Wear, wear_under, write_metrics
+from kvstore.tools.drives import YEARS, Wear, drives_under, read_wear, write_metrics
 from kvstore.tools.output import counted, print_json
 from kvstore.tools.top import STATES, WHOLE, Snapshot, is_url, scrape
 
@@ -85,7 +86,7 @@ def add_doctor_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run_doctor(options: argparse.Namespace) -> int:
-    """Print the findings; 1 if a place does not help, or has a fault.
+    """Print the findings; 1 if a place does not help, has a fault, or no drive tells its wear.
 
     Raises:
         KVStoreError: if the server does not answer, or has no metrics of kvstore; or if there is
@@ -93,6 +94,7 @@ def run_doctor(options: argparse.Namespace) -> int:
     """
     waited: float | None = None
     drives: list[Wear] = []
+    silent = False
     if is_url(options.where):
         if options.metrics is not None:
             raise KVStoreError("--metrics tells of the drives under a folder, not of a server's")
@@ -100,16 +102,22 @@ def run_doctor(options: argparse.Namespace) -> int:
         findings, waited = diagnose(now), now.get("wait_seconds_sum")
     else:
         findings = examine(Path(options.where))
-        drives = wear_under(Path(options.where))
+        asked = [read_wear(drive) for drive in drives_under(Path(options.where))]
+        drives = [each for each in asked if isinstance(each, Wear)]
+        silent = options.metrics is not None and not drives
         if options.metrics is not None:
             write_metrics(drives, options.metrics)
+        if silent:
+            why = "; ".join(map(str, asked)) or "it is on no drive that the system names"
+            print(f"{options.metrics} tells of no drive: {why}", file=sys.stderr)
     if options.json:
         known = [asdict(each) | {"hours_left": each.hours_left} for each in drives]
         places = [asdict(each) for each in findings]
         print_json({"waited_s": waited, "places": places, "drives": known})
     else:
         print("\n".join([*_lines(findings, waited), *map(_of_drive, drives)]))
-    return int(any(each.faults or each.verdict == "does not help" for each in findings))
+    bad = any(each.faults or each.verdict == "does not help" for each in findings)
+    return int(bad or silent)
 
 
 def diagnose(now: Snapshot) -> list[Finding]:

@@ -12,7 +12,7 @@ from secrets import token_bytes
 
 from kvstore.errors import ConfigError, KVStoreError
 from kvstore.tiers.keys import ALL, KEY_BYTES, Secret, id_of, parse_keys, read_keys, write_keys
-from kvstore.tools.output import asks, confirm, print_json, print_table
+from kvstore.tools.output import asks, confirm, counted, print_json, print_table
 
 __all__ = ["run_keys"]
 
@@ -25,8 +25,16 @@ def run_keys(options: argparse.Namespace) -> int:
         OSError: if it cannot be written.
     """
     # Before it is locked: a person may take long.
-    if options.forget is not None and asks(options) and options.forget in _read(options):
-        confirm(f"forget the keys of {options.forget!r}? Nobody can read its chunks any more")
+    if (options.forget or options.retire) is not None and asks(options):
+        keys = _read(options)
+        if options.forget in keys:
+            confirm(f"forget the keys of {options.forget!r}? Nobody can read its chunks any more")
+        old = len(keys.get(options.retire, ())) - 1
+        if old > 0:
+            confirm(
+                f"remove {counted(old, 'older key')} of {options.retire!r}? Nobody can read any "
+                "more what is encrypted with it; kvstore ctl reencrypt comes first"
+            )
     if any(each is not None for each in (options.add, options.retire, options.forget)):
         with _alone(options.file):
             keys = _changed(options)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import itertools
 import re
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -117,7 +118,7 @@ def run_simulate(options: argparse.Namespace) -> int:
         raise ConfigError(f"--sample {options.sample}: must be above 0 and at most 1")
     policies = _choices("--policy", options.policy)
     if options.curve:
-        _check_curve(options)
+        _check_plain(options, NOT_OF_CURVES, "--curve is of all sizes of one server's host memory")
     elif options.replicas is None and (options.store, options.router) != ("0", ROUTERS[0]):
         raise ConfigError("--store and --router are for --replicas")
     trace = read_trace(options.trace, limit=options.limit, progress=_reading)
@@ -177,7 +178,18 @@ def run_simulate(options: argparse.Namespace) -> int:
     return 0
 
 
-def _check_curve(options: argparse.Namespace) -> None:
+NOT_OF_CURVES = (
+    "--compute-ms", "--admission", "--disk", "--disk-admission", "--disk-policy", "--flow",
+    "--hints", "--host", "--replicas", "--router", "--store",
+)  # fmt: skip
+
+
+def _check_plain(options: argparse.Namespace, names: Sequence[str], why: str) -> None:
+    """Refuse those of `names` that were given.
+
+    Raises:
+        ConfigError: with `why`.
+    """
     plain = {
         "--compute-ms": options.compute_ms is None,
         "--admission": not options.admission,
@@ -191,9 +203,9 @@ def _check_curve(options: argparse.Namespace) -> None:
         "--router": options.router == ROUTERS[0],
         "--store": options.store == "0",
     }
-    if not all(plain.values()):
-        others = ", ".join(name for name, is_plain in plain.items() if not is_plain)
-        raise ConfigError(f"--curve is of all sizes of one server's host memory: without {others}")
+    given = ", ".join(name for name in names if not plain[name])
+    if given:
+        raise ConfigError(f"{why}: without {given}")
 
 
 # -- a curve -------------------------------------------------------------------------------
@@ -282,6 +294,8 @@ def _setups(
             raise ConfigError(f"--flow {text}: must be one of: {allowed}") from error
     if not flows or not disks:
         raise ConfigError("--flow and --disk: name at least one")
+    if not any(disks):
+        _check_plain(options, ("--disk-admission", "--disk-policy", "--flow"), "--disk is 0")
     longest = max(map(len, trace.requests))
     setups = []
     for host, policy, admission, disk in itertools.product(hosts, policies, admissions, disks):

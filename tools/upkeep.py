@@ -7,7 +7,6 @@ import dataclasses
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from kvstore.errors import ConfigError, KVStoreError
 from kvstore.maintenance.offline import (
@@ -73,7 +72,7 @@ def run_compact(options: argparse.Namespace) -> int:
             strict_modes=options.strict_modes,
         )
     if options.json:
-        _print_json([dataclasses.asdict(one) for one in done])
+        _print_json(done, options.dry_run)
     else:
         for one in done:
             _print_compacted(one, options.dry_run)
@@ -83,8 +82,10 @@ def run_compact(options: argparse.Namespace) -> int:
 
 def run_purge(options: argparse.Namespace) -> int:
     """Forget chunks; return 1 if a lane or a segment was refused, 2 if one could not be purged."""
-    conditions = (options.namespace, options.key, options.unused, options.tenant)
-    if not options.all and all(one is None for one in conditions):
+    only = (options.key, options.unused, options.tenant)
+    if options.all and any(one is not None for one in only):
+        raise ConfigError("--all is every chunk: leave out --tenant, --unused and --key, or --all")
+    if not options.all and options.namespace is None and all(one is None for one in only):
         raise ConfigError("say what to purge: --namespace, --tenant, --unused, --key, or --all")
     unused_since = None
     if options.unused is not None:
@@ -109,7 +110,7 @@ def run_purge(options: argparse.Namespace) -> int:
             confirm(f"forget {counted(chunks, 'chunk')}, {format_size(size)}, in {options.path}?")
     done = forget(dry_run=options.dry_run)
     if options.json:
-        _print_json([dataclasses.asdict(one) for one in done])
+        _print_json(done, options.dry_run)
     else:
         for one in done:
             _print_purged(one, options.dry_run)
@@ -121,9 +122,11 @@ def run_purge(options: argparse.Namespace) -> int:
 def run_gc(options: argparse.Namespace) -> int:
     """Empty all namespaces but those used last, and those that a process has open.
 
-    One that no server would open takes no place among those that are kept.
+    One that no server would open takes no place among those that are kept. One of which a part
+    cannot be read may have been used later than is known: it is never emptied.
 
-    Returns 1 if a namespace or a lane was refused or is left with a fault, 2 if one failed.
+    Returns 1 if a namespace or a lane was refused, or has a fault and is not emptied, 2 if one
+    failed.
     """
     found = [(each, _last_use(each)) for each in namespaces_to_change(options.path)]
     unknown = [
@@ -139,16 +142,18 @@ def run_gc(options: argparse.Namespace) -> int:
     kept += [each for each, _ in found if each not in kept and _is_open(each)]
     # Of one that was emptied before, files may be left.
     old = [each for each, used in found if each not in kept and (used or _segments(each))]
+    unread = [each for each in old if _unread(each)]
+    old = [each for each in old if each not in unread]
     # Of no other files is known whose they are.
     foreign = [
         each
         for each, _ in found
-        if each not in kept and each not in old
+        if each not in kept and each not in old and each not in unread
         if _file_bytes(each) or (each.lanes and each.faults)
     ]
     left = {
-        each.name: (each.lost or each.faults[0]).what if each.faults else "holds no file of a lane"
-        for each in (*unknown, *foreign)
+        each.name: str(each.lost or each.faults[0]) if each.faults else "holds no file of a lane"
+        for each in (*unknown, *unread, *foreign)
     }
     links = [each for each, _ in found if Path(each.path).is_symlink()]
     if not options.json:
@@ -157,7 +162,10 @@ def run_gc(options: argparse.Namespace) -> int:
             if what:
                 ago = f"used {age(used)} ago" if used else "no chunks"
                 print(f"{what:<6}{each.name}, {format_size(_file_bytes(each))}, {ago}")
-        for each in (*unknown, *foreign):
+        for each in kept:
+            for fault in each.unlisted:
+                print(f"WRONG {fault}")
+        for each in (*unknown, *unread, *foreign):
             print(f"leave {each.name}, {format_size(_file_bytes(each))}: {left[each.name]}")
     if old and asks(options):
         confirm(f"empty {counted(len(old), 'namespace')} in {options.path}?")
@@ -175,7 +183,12 @@ def run_gc(options: argparse.Namespace) -> int:
     for each in links:
         forgot.append(PurgedLane(each.path, refused=not_followed(each.path)))
     if options.json:
-        told: dict[str, object] = {"emptied": [each.name for each in old], "left": left}
+        told: dict[str, object] = {
+            "dry_run": dry_run,
+            "kept": [each.name for each in kept],
+            "emptied": [each.name for each in old],
+            "left": left,
+        }
         told["lanes"] = [dataclasses.asdict(one) for one in forgot]
         print_json(told | {"compacted": [dataclasses.asdict(one) for one in gave]})
     else:
@@ -186,7 +199,8 @@ def run_gc(options: argparse.Namespace) -> int:
     done: list[CompactedLane | PurgedLane] = [*forgot, *gave]
     bad = any(one.refused for one in done) or any(one.faults for one in forgot)
     bad = bad or any(one.result.faults for one in gave if one.result)
-    return _status(bad or any(each.faults for each in (*unknown, *foreign)), done)
+    bad = bad or any(each.unlisted for each in kept)
+    return _status(bad or any(each.faults for each in (*unknown, *unread, *foreign)), done)
 
 
 def _last_use(namespace: NamespaceSurvey) -> int:
@@ -194,6 +208,12 @@ def _last_use(namespace: NamespaceSurvey) -> int:
     if _is_open(namespace):
         return int(time.time() * 1000)
     return max((segment.used_ms for segment in _segments(namespace)), default=0)
+
+
+def _unread(namespace: NamespaceSurvey) -> bool:
+    """Whether a lane or a segment cannot be read: of its chunks nothing is known."""
+    known = {segment.path for segment in _segments(namespace)} | set(namespace.links)
+    return any(fault.slot is None and fault.path not in known for fault in namespace.faults)
 
 
 def _segments(namespace: NamespaceSurvey) -> list[SegmentSurvey]:
@@ -262,5 +282,5 @@ def _print_not_done(one: CompactedLane | PurgedLane) -> None:
     print(f"{what} {why}" if one.lane in str(why) else f"{what} {one.lane}: {why}")
 
 
-def _print_json(found: Sequence[dict[str, Any]]) -> None:
-    print_json({"lanes": list(found)})
+def _print_json(done: Sequence[CompactedLane | PurgedLane], dry_run: bool) -> None:
+    print_json({"dry_run": dry_run, "lanes": [dataclasses.asdict(one) for one in done]})

@@ -40,8 +40,12 @@ def verify(options: argparse.Namespace) -> int:
             f"{counted(len(faults), 'fault')}"
         )
         if progress.unchecked:
-            print(
-                f"{counted(progress.unchecked, 'chunk')} encrypted with keys that are not known: "
-                "read, but not checked; see --keys"
-            )
+            unchecked = counted(progress.unchecked, "chunk")
+            if options.keys is None:
+                print(f"{unchecked} encrypted: read, but not checked; see --keys")
+            else:
+                print(
+                    f"{unchecked} encrypted with keys that {options.keys} does not have: read, but "
+                    "not checked; a server with these keys does not find them"
+                )
     return 1 if faults else 0

@@ -577,6 +577,7 @@ class Core(CoreSteps):
             shed=pool.shed,
             stray=self._stray + loads.stray + stores.stray,
             illegal=self.illegal,
+            plugin_faults=self._plugin_faults(),
             events_lost=self._events_lost,
             chunk_bytes=size,
             loaded_bytes=loads.loaded * size,
@@ -599,6 +600,11 @@ class Core(CoreSteps):
             ended = self._overtaken.ended(Transfer(era, request_id, key, stores))
             self._stray += not ended
         self._queue.rows_moved(list(keys), self.now)
+
+    def _plugin_faults(self) -> int:
+        policies = [self._pool.policy, *(tier.index.policy for tier in self.owned)]
+        faults = sum(policy.faults for policy in policies)
+        return faults + sum(each.faults for each in self._chains.filters)
 
     def _tenants(self) -> dict[str, TenantStats]:
         on_tiers: Counter[str] = Counter()

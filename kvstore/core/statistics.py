@@ -256,6 +256,7 @@ class CoreStats:
         shed: chunks evicted from host memory before their copy to a slower tier.
         stray: harmless calls that matched nothing (a completion after a reset).
         illegal: illegal transitions of chunks that were tried: bugs of the core.
+        plugin_faults: failures of policies and filters that are not kvstore's own.
         hints, hints_ignored: hints that came with requests, as managers count them;
             hints_refused: chunks that could not be retained or fetched because of a limit.
         events_lost: changes that were dropped because the events were not taken.
@@ -294,6 +295,7 @@ class CoreStats:
     shed: int = 0
     stray: int = 0
     illegal: int = 0
+    plugin_faults: int = 0
     events_lost: int = 0
     hints: int = 0
     hints_ignored: int = 0

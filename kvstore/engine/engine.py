@@ -12,6 +12,7 @@ import asyncio
 import contextlib
 import itertools
 import logging
+import operator
 import os
 import threading
 import time
@@ -174,8 +175,8 @@ class Engine:
             # A tier must not raise here either; the others must still be closed.
             logger.exception(
                 "%s cannot be closed",
-                tier.description,
-                extra=about("tier.not_closed", tier=tier.description),
+                _name_of(tier),
+                extra=about("tier.not_closed", tier=_name_of(tier)),
             )
 
     async def detach(self) -> None:
@@ -200,7 +201,7 @@ class Engine:
             )
 
     async def _follow(self, index: int, tier: Tier) -> None:
-        what = f"cannot learn what has changed in {tier.description}"
+        what = f"cannot learn what has changed in {_name_of(tier)}"
         ahead: deque[Changes] = deque()
         while True:
             await asyncio.sleep(FOLLOW_SECONDS)
@@ -228,15 +229,13 @@ class Engine:
                     )
                 continue
             self._complaints.went_well(
-                what, f"{tier.description}: changes are learned again", time.monotonic()
+                what, f"{_name_of(tier)}: changes are learned again", time.monotonic()
             )
 
     async def _run(self, move: Move) -> None:
         raised: BaseException | None = None
         try:
-            completion = await self._perform(move)
-            if len(completion.ok) != len(move.keys):
-                raise ValueError(f"{len(completion.ok)} answers for {len(move.keys)} blocks")
+            completion = _checked(await self._perform(move), len(move.keys))
         except BaseException as error:
             if _is_end(error):
                 self.cut_off = True
@@ -262,7 +261,7 @@ class Engine:
         if move.op is Op.CASCADE and raised is None:
             return
         failed = max(1, completion.ok.count(False))
-        tier = self._tiers[move.tier].description
+        tier = _name_of(self._tiers[move.tier])
         told = self._complaints.failed(what, completion.error, now, failed, tier=tier)
         if told and raised is not None:
             logger.error(
@@ -392,6 +391,33 @@ class EngineThread:
 
     def _call(self, coroutine: Coroutine[Any, Any, None]) -> Any:
         return asyncio.run_coroutine_threadsafe(coroutine, self._loop)
+
+
+def _name_of(tier: Tier) -> str:
+    """Return the tier's description; one of others may fail even at that."""
+    try:
+        return tier.description
+    except Exception:
+        return type(tier).__name__
+
+
+def _checked(completion: Completion, keys: int) -> Completion:
+    """Return what a tier answered, in the types of its contract.
+
+    Raises:
+        ValueError, TypeError: if it cannot be taken so.
+    """
+    if type(completion.ok) is not list:
+        completion.ok = [bool(each) for each in completion.ok]
+    if len(completion.ok) != keys:
+        raise ValueError(f"{len(completion.ok)} answers for {keys} blocks")
+    completion.unread = [operator.index(place) for place in completion.unread or ()]
+    if not all(0 <= place < keys for place in completion.unread):
+        raise ValueError(f"unread = {completion.unread!r:.100}: allowed are 0 to {keys - 1}")
+    completion.segments = [operator.index(segment) for segment in completion.segments]
+    if completion.error is not None:
+        completion.error = str(completion.error)
+    return completion
 
 
 def _is_end(error: BaseException) -> bool:

@@ -53,6 +53,7 @@ __all__ = [
     "places_of",
     "read_whole",
     "the_namespace",
+    "unread",
 ]
 
 FORMAT, VERSION = "kvstore bundle", 1
@@ -148,6 +149,12 @@ def the_namespace(path: str | os.PathLike[str]) -> NamespaceSurvey:
         namespace.identity, namespace.digest = described["identity"], described["digest"]
         namespace.sealed = is_sealed(namespace.identity)
     return namespace
+
+
+def unread(namespace: NamespaceSurvey) -> str:
+    """Return what to add where a chunk is missing: what of the namespace could not be read."""
+    faults = [str(fault) for fault in namespace.faults if fault.slot is None]
+    return "".join(f"; {fault}" for fault in faults)
 
 
 def places_of(
@@ -263,18 +270,21 @@ def export_bundle(
         OSError: if the file cannot be written.
     """
     namespace = the_namespace(path)
+    # Or nobody could import it.
+    Namespace(namespace.name, namespace.identity).check_name()
     folder = Path(namespace.path)
     found = places_of(namespace, keys)
     missing = [key for key in keys or () if key not in found]
     if missing:
-        raise KVStoreError(f"{len(missing)} keys are not there, such as {missing[0].hex()}")
+        told = f"{len(missing)} keys are not there, such as {missing[0].hex()}"
+        raise KVStoreError(told + unread(namespace))
     found = {
         key: place
         for key, place in found.items()
         if max(place.stored_ms, place.read_ms) >= used_since_ms
     }
     if not found:
-        raise KVStoreError(f"{path} holds no chunk to export")
+        raise KVStoreError(f"{path} holds no chunk to export{unread(namespace)}")
     # Behind a symbolic link, the file itself is replaced.
     file = Path(os.path.realpath(file))
     if not file.parent.is_dir():

@@ -16,7 +16,7 @@ are not read.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -68,6 +68,7 @@ def compact_lane(
     dry_run: bool = False,
     progress: Callable[[int, int], None] = lambda moved, live: None,
     trust: Trust = STRICT,
+    without: Collection[Path] = (),
 ) -> Compaction | None:
     """Compact the lane in `folder`, and own it meanwhile. None if it holds no segment.
 
@@ -75,6 +76,7 @@ def compact_lane(
         dry_run: only report what would be freed; nothing is changed.
         progress: called with the number of chunks moved so far and the number of live chunks.
         trust: whose files are accepted.
+        without: segments that a dry run leaves out, as the lane's owner could not use them.
 
     Raises:
         LaneBusyError: if a living process owns the lane.
@@ -84,7 +86,7 @@ def compact_lane(
     described = read_namespace(folder.parent)
     namespace = Namespace(folder.parent.name, described["identity"])
     geometry = held_geometry(folder, described["digest"])
-    before = lane_layout(folder, described["digest"], (read_epoch(folder.parent),))
+    before = lane_layout(folder, described["digest"], (read_epoch(folder.parent),), without)
     if geometry is None:
         faults = _unusable(folder)
         return Compaction(before, before, 0, 0, faults) if faults else None

@@ -158,20 +158,21 @@ def compact(
 
     def act(its: NamespaceSurvey, lane: LaneSurvey, one: CompactedLane) -> None:
         folder = Path(lane.path)
-        if dry_run:
-            _check_lane(folder, lane, trust)
-        one.result = compact_lane(folder, dry_run=dry_run, progress=progress, trust=trust)
-        if dry_run and one.result is not None:
-            one.result.faults = [
-                fault
-                for fault in its.faults
-                if folder in (Path(fault.path), Path(fault.path).parent)
-            ]
-            for _, path in segment_files(folder):
-                try:
-                    os.close(_open_to_write(path, trust, dry_run=True))
-                except (ForeignFileError, OSError) as error:
-                    one.result.faults.append(Fault.of(path, error))
+        if not dry_run:
+            one.result = compact_lane(folder, progress=progress, trust=trust)
+            return
+        _check_lane(folder, lane, trust)
+        refused: dict[Path, Fault] = {}
+        for _, path in segment_files(folder):
+            try:
+                os.close(_open_to_write(path, trust, dry_run=True))
+            except (ForeignFileError, OSError) as error:
+                refused[path] = Fault.of(path, error)
+        one.result = compact_lane(folder, dry_run=True, trust=trust, without=refused.keys())
+        if one.result is not None:
+            places = ((each, Path(each.path)) for each in its.faults)
+            known = [each for each, path in places if folder in (path, path.parent)]
+            one.result.faults = known + [each for each in refused.values() if each not in known]
 
     return _on_each_lane(namespaces_to_change(path), CompactedLane, act)
 

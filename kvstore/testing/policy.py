@@ -83,6 +83,19 @@ class PolicyContract(ABC):
         assert b"key" not in policy
         assert policy.evict(1, nobody) is None
 
+    def test_more_keys_than_its_capacity_may_be_resident(self) -> None:
+        policy = self.create(4)
+        keys = keys_of(12)
+        policy.restore(keys[:6])
+        for key in keys[6:]:
+            policy.insert(key)
+        for key in keys:
+            policy.touch(key)
+        assert self.residents(policy, keys) == set(keys)
+        victims = policy.evict_up_to(12, nobody)
+        assert len(set(victims)) == len(victims)
+        assert self.residents(policy, keys) == set(keys) - set(victims)
+
     def test_what_was_inserted_is_resident(self) -> None:
         keys = keys_of(5)
         assert self.residents(self.holding(keys), keys_of(8)) == set(keys)

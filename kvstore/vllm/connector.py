@@ -16,7 +16,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
@@ -57,6 +57,7 @@ from kvstore.vllm.engine import (
 from kvstore.vllm.manager import KVStoreOffloadingManager
 from kvstore.vllm.spec import KVStoreOffloadingSpec
 from kvstore.vllm.tenants import TenantOffloadingManager
+from kvstore.vllm.version import KNOWS_SESSIONS
 
 __all__ = ["KVStoreConnector"]
 
@@ -299,7 +300,9 @@ class KVStoreConnector(OffloadingConnector):  # type: ignore[misc]
     def build_connector_meta(self, scheduler_output: Any) -> OffloadingConnectorMetadata:
         if self._manager is not None:
             self._manager.step_computes(_computes_prompts(scheduler_output))
-        orders = super().build_connector_meta(scheduler_output)
+        assert self.connector_scheduler is not None
+        with _told_right(scheduler_output, self.connector_scheduler):
+            orders = super().build_connector_meta(scheduler_output)
         self._was_reset = False
         self._pause_told = self._pause_told and has_paused(self._owner)
         look = 0 if self._manager is None else self._manager.look
@@ -337,6 +340,42 @@ def _ends(request: Any, hashes_per_chunk: int) -> Sequence[Any]:
     """Return the hash of the last block of each whole chunk of a prompt."""
     hashes: Sequence[Any] = request.block_hashes[hashes_per_chunk - 1 :: hashes_per_chunk]
     return hashes
+
+
+@contextlib.contextmanager
+def _told_right(output: Any, scheduler: OffloadingConnectorScheduler) -> Iterator[None]:
+    """Keep from vLLM's half what it takes wrongly in what a step has scheduled, before 0.33.
+
+    A session that gets more input comes as a new request, with all of its blocks, which vLLM's
+    half would add to those that it has noted in earlier turns. It takes all that preempted requests
+    have under way for writes, but one may have been scheduled again in the same step, and read.
+    """
+    if KNOWS_SESSIONS:
+        yield
+        return
+    for new in output.scheduled_new_reqs:
+        status = _state(scheduler, new.req_id)
+        for group in () if status is None else status.group_states:
+            group.block_ids.clear()
+    preempted = output.preempted_req_ids
+    if preempted:
+        output.preempted_req_ids = {name for name in preempted if not _reads(scheduler, name)}
+    try:
+        yield
+    finally:
+        output.preempted_req_ids = preempted
+
+
+def _reads(scheduler: OffloadingConnectorScheduler, name: str) -> bool:
+    """Whether the request has a read under way."""
+    status = _state(scheduler, name)
+    jobs = () if status is None else status.transfer_jobs
+    return any(not scheduler._jobs[job].is_store for job in jobs)  # noqa: SLF001
+
+
+def _state(scheduler: OffloadingConnectorScheduler, name: str) -> Any:
+    """Return what vLLM's half knows of a request, which it offers to nobody."""
+    return scheduler._req_status.get(name)  # noqa: SLF001
 
 
 def _computes_prompts(scheduler_output: Any) -> bool:

@@ -21,6 +21,7 @@ __all__ = [
     "CANONICAL_FORMAT",
     "HAS_GROUP_NUMBERS",
     "HAS_POSITIONS",
+    "KNOWS_SESSIONS",
     "LOADS_WITHIN_STEPS",
     "NEWEST",
     "OLDEST",
@@ -75,6 +76,9 @@ VERSION = version_of(str(vllm.__version__))
 
 TELLS_OF_FLUSHES = VERSION >= (0, 33)
 """vLLM reports when the workers have ended transfers that were under way at a reset."""
+
+KNOWS_SESSIONS = VERSION >= (0, 33)
+"""vLLM's half of the connector knows sessions that get more input, and resets that preempt."""
 
 LOADS_WITHIN_STEPS = VERSION >= (0, 33)
 """vLLM can wait for a load within the step that has found it (`sync_load_budget_bytes`)."""

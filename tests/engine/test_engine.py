@@ -13,7 +13,9 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 
 from kvstore import concurrency
@@ -291,6 +293,61 @@ def test_a_tier_that_answers_for_other_blocks_than_it_was_asked_is_not_believed(
     (completion,) = take(engine, 1)
     assert completion.ok == [False, False]
     assert completion.error is not None
+
+
+@pytest.mark.parametrize(
+    ("done", "unread"),
+    [
+        (Transfer((True, False), "gone", unread=None), []),  # type: ignore[arg-type]
+        (Transfer(np.array([True, False]), "gone", unread=np.array([1])), [1]),  # type: ignore[arg-type]
+        (Transfer([True, False], OSError("gone"), unread={1}), [1]),  # type: ignore[arg-type]
+    ],
+)
+def test_answers_in_other_types_are_taken_for_what_they_mean(
+    threads: Start, done: Transfer, unread: list[int]
+) -> None:
+    class Numeric(GatedTier):
+        async def read(
+            self, keys: Sequence[bytes], slots: Sequence[int], rows: Sequence[int]
+        ) -> Transfer:
+            return done
+
+        async def grow(self) -> tuple[int | None, str | None]:
+            return np.int64(1), None  # type: ignore[return-value]
+
+    engine = threads(Numeric())
+    engine.submit([Move(0, Op.PROMOTE, 0, [key(0), key(1)], [0, 1], [0, 1]), Move(1, Op.GROW, 0)])
+    completion, grown = sorted(take(engine, 2), key=lambda each: each.move_id)
+    assert completion.ok == [True, False]
+    assert completion.unread == unread
+    assert completion.error == "gone"
+    assert [type(segment) for segment in grown.segments] == [int]
+
+
+@pytest.mark.parametrize("unread", [[2], [-1], ["a"]])
+def test_places_that_no_key_has_are_not_believed(threads: Start, unread: list[Any]) -> None:
+    class Confused(GatedTier):
+        async def read(
+            self, keys: Sequence[bytes], slots: Sequence[int], rows: Sequence[int]
+        ) -> Transfer:
+            return Transfer([False] * 2, "gone", unread=unread)
+
+    engine = threads(Confused())
+    engine.submit([Move(0, Op.PROMOTE, 0, [key(0), key(1)], [0, 1], [0, 1])])
+    (completion,) = take(engine, 1)
+    assert completion.ok == [False, False]
+    assert list(completion.unread) == [0, 1]
+
+
+def test_a_move_ends_although_its_tier_cannot_say_what_it_is(threads: Start) -> None:
+    class Nameless(RaisingTier):
+        @property
+        def description(self) -> str:
+            raise RuntimeError("no name today")
+
+    engine = threads(Nameless())
+    engine.submit(ALL_OPS)
+    assert [completion.ok for completion in take(engine, 4)] == [[False], [False], [], []]
 
 
 # -- tiers that others write to --------------------------------------------------------------

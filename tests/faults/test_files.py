@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import random
 import shutil
@@ -9,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from kvstore.errors import KVStoreError
 from tests.faults.support import (
     CAPACITY,
     GEOMETRY,
@@ -17,6 +19,8 @@ from tests.faults.support import (
     SLOTS,
     Caller,
     calling,
+    keys_of,
+    lane_bytes,
     lane_of,
     segment_of,
     slot_offset,
@@ -134,6 +138,39 @@ async def test_a_lane_that_is_moved_away_is_served_until_the_process_ends(folder
         assert await caller.each(range(5000, 5000 + (SEGMENTS + 1) * SLOTS))
 
 
+@pytest.mark.parametrize("moved", ["cache", "lane"])
+async def test_a_cache_that_is_made_where_another_was_moved_away_is_left_alone(
+    folder: Path, moved: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    old = {"cache": folder, "lane": lane_of(folder)}[moved]
+    gone = folder.with_name("elsewhere")
+    async with calling(folder, share=False) as first:
+        assert await first.save(ALL) == set(ALL)
+        for _ in range(2):
+            await first.store.reset()
+        assert await first.save(ALL) == set(ALL)
+        old.rename(gone)
+        async with calling(folder, share=False) as second:
+            assert second.lane == 0
+            others = range(100, 100 + 2 * SLOTS)
+            assert await second.save(others) == set(others)
+            files = lane_bytes(lane_of(folder))
+            # It removes and makes segments of its own, as far as it can.
+            assert await first.store.remove(keys_of(ALL)) == SLOTS
+            first.store.compact("1GiB")
+            for start in range(0, 6 * SLOTS, SLOTS):
+                await first.save(range(1000 + start, 1000 + start + SLOTS))
+            assert lane_bytes(lane_of(folder)) == files
+            with pytest.raises(KVStoreError, match="cannot be cleared now"):
+                await first.store.reset()
+            assert warned(caplog.records, "is another folder now")
+    async with calling(folder, share=False) as caller:
+        assert await caller.each(others) == set(others)
+    if moved == "cache":
+        async with calling(gone, share=False) as caller:
+            assert await caller.each(ALL) == set(), "they were removed, and before a reset"
+
+
 @pytest.mark.parametrize("seed", range(5))
 async def test_bytes_that_are_overwritten_anywhere_are_misses(folder: Path, seed: int) -> None:
     chance = random.Random(seed)
@@ -173,6 +210,27 @@ async def test_two_segments_that_changed_places_serve_right_bytes_or_none(folder
         assert kept or caller.on_disk
         await caller.each([*range(2 * SLOTS), *range(100, 100 + 2 * SLOTS)])
         await caller.each(range(5000, 5000 + (SEGMENTS + 1) * SLOTS))
+
+
+async def test_segments_that_changed_places_are_not_removed_for_each_other(folder: Path) -> None:
+    async with calling(folder) as caller:
+        parts = [range(start, start + SLOTS) for start in range(0, 3 * SLOTS, SLOTS)]
+        for part in parts:
+            assert await caller.save(part) == set(part)
+        spare = folder / "spare"
+        segment_of(folder, 0).rename(spare)
+        segment_of(folder, 2).rename(segment_of(folder, 0))
+        spare.rename(segment_of(folder, 2))
+        assert await caller.store.remove(keys_of(parts[0])) == SLOTS
+        caller.store.compact("1GiB")
+        caller.forget_host()
+        await caller.each(parts[1])
+        left = set(parts[1]) | set(parts[2])
+        await until_async(lambda: caller.asked().chunks == len(left))
+        await asyncio.sleep(0.3)
+    async with calling(folder) as caller:
+        assert await caller.each(left, times=3) == left
+        assert await caller.each(parts[0]) == set()
 
 
 async def test_two_processes_in_one_lane_because_its_lock_was_removed_never_serve_wrong_bytes(

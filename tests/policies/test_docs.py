@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +20,7 @@ from kvstore.policies import (
 )
 from kvstore.policies import registry as registry_module
 from kvstore.testing.policy import keys_of
+from tests.patience import PATIENCE
 
 PAGE = (Path(__file__).resolve().parents[2] / "docs" / "policies.md").read_text()
 
@@ -35,6 +38,22 @@ def test_the_policy_of_the_example_works(monkeypatch: pytest.MonkeyPatch) -> Non
     assert keys[0] in policy
     policy.clear()
     assert len(policy) == 0
+
+
+def test_the_policy_of_the_example_breaks_the_contract_only_where_the_page_says_so(
+    tmp_path: Path,
+) -> None:
+    blocks = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
+    (tmp_path / "test_random.py").write_text(f"{blocks[0]}\n{blocks[1]}")
+    command = [sys.executable, "-m", "pytest", "-q", "--tb=no", "-p", "no:cacheprovider"]
+    done = subprocess.run(
+        [*command, "test_random.py"], cwd=tmp_path, capture_output=True, text=True, timeout=PATIENCE
+    )
+    failed = re.findall(r"FAILED .*::(\w+)", done.stdout)
+    assert sorted(failed) == [
+        "test_keys_in_use_are_not_asked_about_again_and_again",
+        "test_keys_in_use_that_were_used_before_cost_no_more",
+    ], done.stdout
 
 
 def test_every_policy_and_filter_is_on_the_page_with_its_parameters() -> None:

@@ -205,9 +205,26 @@ def test_a_parameter_without_a_type_or_default_is_refused(bad: str) -> None:
     space: dict[str, object] = {}
     exec(bad, space)
     odd = type("Odd", (LRU,), {"name": "odd", "__init__": space["__init__"]})
-    register_policy(odd)
-    with pytest.raises(TypeError, match="parameter 'size' of Odd must have a default"):
-        create_policy("odd", 1, size=3)
+    with pytest.raises(ValueError, match="parameter 'size' of Odd must have a default"):
+        register_policy(odd)
+
+
+def test_a_policy_without_all_methods_or_whose_constructor_raises_is_refused_by_name() -> None:
+    without = type("Without", (EvictionPolicy,), {"name": "without", "insert": LRU.insert})
+    with pytest.raises(ValueError, match="Without' lacks methods: __contains__, __len__, clear"):
+        register_policy(without)
+
+    @register_policy
+    class Raising(LRU):
+        name = "raising"
+
+        def __init__(self, capacity: int, seed: int = 0) -> None:
+            raise KeyError(seed)
+
+    with pytest.raises(ValueError, match=r"policy 'raising': its constructor raised KeyError\(0\)"):
+        create_policy("raising", 1)
+    with pytest.raises(ValueError, match="it takes: none; a parameter is keyword-only"):
+        create_policy("raising", 1, seed=3)
 
 
 def test_a_filter_is_made_known_by_decorator_or_by_an_installed_package(install: Install) -> None:

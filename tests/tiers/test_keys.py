@@ -8,7 +8,7 @@ import sys
 import threading
 import time
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -279,6 +279,54 @@ def test_what_a_function_raises_is_not_told(service: Any, monkeypatch: pytest.Mo
     with pytest.raises(ConfigError, match="raised OSError") as caught:
         KeyRing("key_service:fetch")
     assert "s3cret" not in str(caught.value)
+
+
+class Fetching(dict[str, bytes]):
+    """A table that fetches each key as it is asked for."""
+
+    def __iter__(self) -> Iterator[str]:
+        raise ConnectionError("token s3cret was refused")
+
+    keys = items = __iter__  # type: ignore[assignment]
+
+
+async def later() -> dict[str, bytes]:
+    return {"*": NEW}
+
+
+@pytest.mark.parametrize(
+    ("answers", "told"),
+    [
+        (lambda: sys.exit(3), "raised SystemExit"),
+        (lambda: Fetching({"*": NEW}), "raised ConnectionError"),
+        (later, "must not be async"),
+    ],
+)
+def test_a_function_that_fails_later_keeps_the_keys_and_is_told_of(
+    service: Any,
+    answers: Any,
+    told: str,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    monkeypatch.setattr("kvstore.tiers.keys.LOOK_SECONDS", 0.0)
+    ring = KeyRing("key_service:fetch")
+    monkeypatch.setattr(ring._read, "_call", answers)
+    until(lambda: ring.newest(KEY).material == NEW and bool(caplog.records))
+    assert told in caplog.text
+    assert "s3cret" not in caplog.text
+    monkeypatch.setattr(service, "fetch", answers)
+    with pytest.raises(ConfigError, match=told):
+        KeyRing("key_service:fetch")
+
+
+def test_a_module_that_raises_when_imported_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "key_service_without_url.py").write_text("raise RuntimeError('KMS_URL')")
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(ConfigError, match="raised RuntimeError when imported"):
+        KeyRing("key_service_without_url:fetch")
 
 
 def test_what_was_read_last_counts(service: Any) -> None:

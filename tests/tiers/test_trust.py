@@ -110,6 +110,22 @@ async def test_what_another_user_planted_is_served_to_who_says_that_it_is_truste
 
 
 @pytest.mark.usefixtures("as_root")
+async def test_what_root_makes_in_the_cache_of_a_user_belongs_to_that_user(
+    folder: Path, open_bench: OpenBench, as_root: None
+) -> None:
+    folder.mkdir(exist_ok=True)
+    os.chown(folder, STRANGER, STRANGER)
+    bench = open_bench(strict_modes=False)
+    assert all((await bench.store(KEYS, range(SLOTS))).ok)
+    assert await bench.tier.clear() is not None
+    segment, why = await bench.tier.grow()
+    assert segment is not None, why
+    await bench.close([])
+    made = [path for path in folder.rglob("*") if not path.name.startswith(".")]
+    assert len([path for path in made if path.is_file()]) >= 5
+    assert {path.stat().st_uid for path in made} == {STRANGER}
+
+
 def test_a_cache_of_ones_own_below_a_folder_like_tmp_is_used(
     public: Path, child: StartChild, open_bench: OpenBench
 ) -> None:

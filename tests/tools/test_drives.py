@@ -183,8 +183,8 @@ def test_doctor_writes_metrics_of_the_drives_for_prometheus(
     parser = pytest.importorskip("prometheus_client.parser")
     file = tmp_path / "kvstore.prom"
 
-    def told() -> dict[str, float]:
-        assert main(["doctor", str(cache), "--metrics", str(file)]) == 0
+    def told(status: int = 0) -> dict[str, float]:
+        assert main(["doctor", str(cache), "--metrics", str(file)]) == status
         families = parser.text_string_to_metric_families(file.read_text())
         samples = [sample for family in families for sample in family.samples]
         assert all(sample.labels == {"drive": "/dev/nvme9n1"} for sample in samples)
@@ -198,7 +198,9 @@ def test_doctor_writes_metrics_of_the_drives_for_prometheus(
     assert told() == of_life | {"kvstore_drive_used_ratio": 0.01}
     # A drive that does not answer any more is not told as it was before.
     answers(programs, "smartctl", "not JSON")
-    assert told() == {}
+    capsys.readouterr()
+    assert told(1) == {}
+    assert "tells of no drive: /dev/nvme9n1 does not tell smartctl" in capsys.readouterr().err
     capsys.readouterr()
     assert main(["doctor", str(cache), "--metrics", str(tmp_path / "none" / "file")]) == 2
     assert str(tmp_path / "none" / "file") in capsys.readouterr().err

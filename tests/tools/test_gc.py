@@ -172,6 +172,51 @@ async def test_gc_tells_what_it_left_with_a_fault(tmp_path: Path) -> None:
     assert done.returncode == 1
 
 
+async def test_gc_empties_nothing_that_may_have_been_used_later_than_it_can_read(
+    tmp_path: Path,
+) -> None:
+    await three_models(tmp_path)
+    (lane,) = tmp_path.glob("first-*/lane-0")
+    newest = lane.with_name("lane-1")
+    newest.mkdir(mode=0o700)
+    (newest / "segment-0.safetensors").write_bytes(b"damaged")
+    for more in (["--dry-run"], [], ["--json"]):
+        done = command("gc", str(tmp_path), "--keep", "2", *more)
+        assert done.returncode == 1, done.stdout + done.stderr
+        assert f"{newest}/segment-0.safetensors: " in done.stdout
+    told = json.loads(done.stdout)
+    assert (told["dry_run"], told["emptied"], len(told["kept"])) == (False, [], 2)
+    assert list(told["left"]) == [lane.parent.name]
+    assert held(tmp_path) == {"first": 6, "second": 6, "third": 6}
+    # Whoever says so can empty it.
+    done = command("purge", str(tmp_path), "--namespace", lane.parent.name, "--all")
+    assert done.returncode == 1
+    assert held(tmp_path)["first"] == 0
+
+
+def test_all_of_a_purge_is_all(tmp_path: Path) -> None:
+    for more in (["--unused", "3d"], ["--tenant", "alice"], ["--key", "00"]):
+        done = command("purge", str(tmp_path), "--all", *more)
+        assert done.returncode == 2
+        assert "--all is every chunk" in done.stderr
+
+
+def test_who_retires_keys_is_asked(tmp_path: Path) -> None:
+    keys = str(tmp_path / "keys.toml")
+    for _ in range(2):
+        assert command("keys", keys, "--add", "*").returncode == 0
+    before = command("keys", keys).stdout
+    shown, status = on_terminal(["keys", keys, "--retire", "*"], "n\n")
+    assert "remove 1 older key of '*'?" in shown
+    assert "reencrypt comes first" in shown
+    assert status == 2
+    assert command("keys", keys).stdout == before
+    assert on_terminal(["keys", keys, "--retire", "*"], "y\n")[1] == 0
+    assert command("keys", keys).stdout != before
+    # There is none to be lost now.
+    assert "remove" not in on_terminal(["keys", keys, "--retire", "*"], "")[0]
+
+
 def test_who_forgets_keys_is_asked(tmp_path: Path) -> None:
     keys = str(tmp_path / "keys.toml")
     for tenant in ("*", "alice"):

@@ -131,6 +131,25 @@ async def test_a_dry_run_says_what_would_be_gained_and_changes_nothing(tmp_path:
     assert promised["file_bytes"] == got["file_bytes"]
 
 
+@pytest.mark.parametrize("how", ["mode", "link"])
+async def test_a_dry_run_promises_nothing_of_segments_that_are_left_alone(
+    tmp_path: Path, how: str
+) -> None:
+    await sparse_cache(tmp_path)
+    segment = sorted(tmp_path.glob("*/lane-0/segment-*"))[0]
+    if how == "mode":
+        segment.chmod(0o666)
+    else:
+        os.link(segment, tmp_path / "second-name")
+    (promised,), (done,) = compact(tmp_path, dry_run=True), compact(tmp_path)
+    assert promised.result is not None
+    assert done.result is not None
+    assert promised.result.before == done.result.before
+    assert promised.result.after == done.result.after
+    assert promised.result.faults == done.result.faults
+    assert [fault.path for fault in done.result.faults] == [str(segment)]
+
+
 async def test_compacting_twice_moves_nothing_the_second_time(tmp_path: Path) -> None:
     await sparse_cache(tmp_path)
     compact(tmp_path)

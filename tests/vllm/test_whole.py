@@ -124,6 +124,43 @@ def test_resets_amid_stores_and_loads_leave_no_row_held(open_server: Any) -> Non
     assert server.manager._core.stats().busy_rows == 0
 
 
+@pytest.mark.parametrize("length", [20, 23])
+@pytest.mark.parametrize("windows", [(None,), (None, 10)])
+def test_what_a_session_with_more_input_stores_is_right_for_others(
+    open_server: Any, windows: Any, length: int
+) -> None:
+    """vLLM before 0.33 notes all blocks of the session again when it gets more."""
+    server = open_server(tiers=True, windows=windows)
+    server.feed("session", [(3 * place + 1) % 90 for place in range(length)])
+    server.feed("session", [(7 * place + 5) % 90 for place in range(41)])
+    session = server.requests["session"]
+    prompt = [*session.all_token_ids, 1, 2, 3]
+    server.scheduler.finish_requests("session", RequestStatus.FINISHED_ABORTED)
+    server.settle()
+    server.forget()
+    assert server.serve(prompt)[0].cached >= length + 40
+    server.settle()
+    server.close()
+    server = open_server(tiers=True, windows=windows)
+    assert server.serve(prompt)[0].cached >= length + 40
+
+
+@pytest.mark.parametrize("forgets", [False, True])
+def test_a_reset_that_preempts_running_requests(open_server: Any, forgets: bool) -> None:
+    """vLLM before 0.33 took a read of the step after it for a write, and failed."""
+    server = open_server()
+    expected = server.serve(PROMPTS[0], tokens=30)[0].tokens
+    server.settle()
+    server.forget()
+    name = server.add(PROMPTS[0], tokens=30)
+    while len(server.served[name].tokens) < 3:
+        server.step()
+    assert server.scheduler.reset_prefix_cache(reset_running_requests=True, reset_connector=forgets)
+    server.settle()
+    assert server.served[name].tokens == expected
+    assert server.manager._core.stats().busy_rows == 0
+
+
 def test_a_hit_within_the_budget_costs_no_step_of_its_own(open_server: Any) -> None:
     if not LOADS_WITHIN_STEPS:
         pytest.skip("vLLM before 0.33 loads between steps only")

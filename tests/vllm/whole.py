@@ -37,7 +37,7 @@ from vllm.v1.kv_cache_interface import (
 )
 from vllm.v1.kv_offload.base import CanonicalKVCacheRef, CanonicalKVCaches, CanonicalKVCacheTensor
 from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
-from vllm.v1.request import Request
+from vllm.v1.request import Request, RequestStatus
 from vllm.v1.structured_output import StructuredOutputManager
 
 from kvstore.vllm.connector import KVStoreConnector
@@ -209,17 +209,23 @@ class Server:
 
     def add(self, prompt: list[int], tokens: int = 2) -> str:
         name = f"r{len(self.requests)}"
-        request = Request(
-            name,
-            prompt,
-            SamplingParams(max_tokens=tokens, ignore_eos=True),
-            None,
-            block_hasher=self._hasher,
-        )
-        self.requests[name] = request
-        self.served[name] = Served(steps=-self.steps)
-        self.scheduler.add_request(request)
+        self._add(name, prompt, tokens)
         return name
+
+    def feed(self, name: str, part: list[int], tokens: int = 2) -> None:
+        """Give a session the next part of its input, and serve it as far as that goes."""
+        self._add(name, part, tokens, resumable=True)
+        self.step()
+        while self.requests[name].status is not RequestStatus.WAITING_FOR_STREAMING_REQ:
+            self.step()
+
+    def _add(self, name: str, prompt: list[int], tokens: int, **more: Any) -> None:
+        sampling = SamplingParams(max_tokens=tokens, ignore_eos=True)
+        request = Request(name, list(prompt), sampling, None, block_hasher=self._hasher, **more)
+        if name not in self.requests:
+            self.requests[name] = request
+            self.served[name] = Served(steps=-self.steps)
+        self.scheduler.add_request(request)
 
     def serve(self, *prompts: list[int], tokens: int = 2) -> list[Served]:
         """Serve these at once, until the last has got all of its tokens."""

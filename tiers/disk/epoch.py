@@ -21,7 +21,7 @@ from pathlib import Path
 from kvstore.errors import ForeignFileError, PathUnusableError
 from kvstore.tiers.disk import namespace
 from kvstore.tiers.disk.io.base import write_whole
-from kvstore.tiers.disk.trust import sync_folder
+from kvstore.tiers.disk.trust import hand_over, sync_folder
 
 __all__ = ["EPOCH_NAME", "MAX_EPOCH", "lost_epoch", "raise_epoch", "read_epoch"]
 
@@ -119,6 +119,7 @@ def _write(folder: Path, epoch: int) -> None:
     temporary.unlink(missing_ok=True)
     fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
     try:
+        hand_over(fd, folder)
         write_whole(fd, [memoryview(b"%d\n" % epoch)], 0)
         os.fsync(fd)
     finally:

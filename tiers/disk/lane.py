@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import logging
 import math
@@ -19,7 +20,7 @@ from kvstore.concurrency import given_up_in_children
 from kvstore.errors import LaneBusyError, PathUnusableError
 from kvstore.tiers.disk.epoch import MAX_EPOCH
 from kvstore.tiers.disk.segment import segment_files
-from kvstore.tiers.disk.trust import ANYBODYS, STRICT, Trust, make_folder
+from kvstore.tiers.disk.trust import ANYBODYS, STRICT, Trust, hand_over, make_folder
 from kvstore.types import about
 
 __all__ = [
@@ -63,7 +64,15 @@ class Lane:
         self.folder = folder
         self.number = number
         self._lock: int | None = lock
+        # Held open, so that no other folder gets the same number.
+        self._folders: list[int] = []
         _owned.add(self)
+        try:
+            for each in (folder, folder.parent):
+                self._folders.append(os.open(each, _A_FOLDER))
+        except OSError as error:
+            self.release()
+            raise PathUnusableError(f"{each} cannot be opened: {error.strerror}") from error
 
     @classmethod
     def acquire(
@@ -71,13 +80,13 @@ class Lane:
         namespace: Path,
         number: int | None = None,
         trust: Trust = STRICT,
-        most: float = math.inf,
+        capacity_bytes: float = math.inf,
         first: int | None = None,
     ) -> Lane:
-        """Own lane `number`, or one that is free: that with the most segments, up to `most`.
+        """Own lane `number`, or one that is free: the largest of up to `capacity_bytes`.
 
-        So of processes of different capacities that start again each finds a lane of its size. One
-        with more segments is taken before a new one is made.
+        So of processes of different capacities that start again each finds a lane of its size. A
+        larger one is taken before a new one is made, unless a single segment of it is too large.
 
         Args:
             first: tried before others.
@@ -89,7 +98,7 @@ class Lane:
         candidates: Iterable[int] = () if number is None else (number,)
         if number is None:
             tried = [] if first is None else [first]
-            candidates = dict.fromkeys(tried + _in_order(namespace, trust, most))
+            candidates = dict.fromkeys(tried + _in_order(namespace, trust, capacity_bytes))
         for candidate in candidates:
             folder = namespace / f"lane-{candidate}"
             make_folder(folder, trust, own=True)
@@ -101,6 +110,18 @@ class Lane:
         owner = lane_owner(folder)
         process = owner.pid if owner is not None else "?"
         raise LaneBusyError(f"lane {number} of {namespace} is in use by process {process}")
+
+    def check_place(self) -> None:
+        """Check that the path still leads to the lane, and to its namespace, before it is used.
+
+        Whoever moves a cache away may have another one made in its place, which is others'.
+
+        Raises:
+            OSError: if it does not, or cannot be looked at.
+        """
+        for folder, held in zip((self.folder, self.folder.parent), self._folders, strict=True):
+            if not os.path.samestat(os.stat(folder), os.fstat(held)):
+                raise OSError(errno.ESTALE, f"{folder} is another folder now")
 
     def tell_epoch(self, epoch: int) -> None:
         """Tell those who look at the lane in which epoch its owner is, and keep it for later."""
@@ -120,25 +141,32 @@ class Lane:
         """Let others own the lane."""
         _owned.discard(self)
         if self._lock is not None:
-            os.close(self._lock)
+            for fd in (self._lock, *self._folders):
+                os.close(fd)
             self._lock = None
 
 
-def _in_order(namespace: Path, trust: Trust, most: float) -> list[int]:
+def _in_order(namespace: Path, trust: Trust, capacity_bytes: float) -> list[int]:
     """Return the numbers of lanes, those first that are to be taken first.
 
     Those that cannot be used come where they would stand if they were empty.
     """
     held: dict[int, int] = {}
+    unfit: list[int] = []
     with contextlib.suppress(OSError):
         for number, folder in lane_folders(namespace, trust):
             # Of one that cannot be looked at the others are not worse.
             with contextlib.suppress(OSError):
                 if number < MAX_LANES and _lock_is_trusted(folder, trust):
-                    held[number] = len(segment_files(folder))
-    fit = [number for number, count in held.items() if count <= most]
+                    sizes = [path.lstat().st_size for _, path in segment_files(folder)]
+                    if max(sizes, default=0) > capacity_bytes:
+                        unfit.append(number)
+                    else:
+                        held[number] = sum(sizes)
+    fit = [number for number, size in held.items() if size <= capacity_bytes]
     fit.sort(key=lambda number: (-held[number], number))
-    return list(dict.fromkeys([*fit, *held, *range(MAX_LANES)]))
+    fresh = [number for number in range(MAX_LANES) if number not in unfit]
+    return list(dict.fromkeys([*fit, *held, *fresh, *unfit]))
 
 
 def _lock_is_trusted(folder: Path, trust: Trust) -> bool:
@@ -226,6 +254,7 @@ def newest_told(namespace: Path, trust: Trust = ANYBODYS) -> tuple[int, Path]:
     return newest
 
 
+_A_FOLDER = os.O_PATH | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 _TO_LOOK = os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK
 
 
@@ -255,12 +284,13 @@ def sharing(folder: Path, trust: Trust) -> Iterator[int | None]:
 
 
 def _lock(folder: Path, trust: Trust) -> int | None:
+    flags = os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK
     try:
-        fd = os.open(
-            folder / LOCK_NAME,
-            os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK,
-            0o600,
-        )
+        try:
+            fd = os.open(folder / LOCK_NAME, flags | os.O_CREAT | os.O_EXCL, 0o600)
+            hand_over(fd, folder)
+        except FileExistsError:
+            fd = os.open(folder / LOCK_NAME, flags)
     except OSError as error:
         raise PathUnusableError(
             f"{folder / LOCK_NAME} cannot be opened: {error.strerror}"

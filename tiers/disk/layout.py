@@ -61,7 +61,12 @@ def layout_of(slots: Sequence[int], segments: int, geometry: Geometry) -> LaneLa
     )
 
 
-def lane_layout(folder: Path, namespace: str | None, epochs: Collection[int]) -> LaneLayout:
+def lane_layout(
+    folder: Path,
+    namespace: str | None,
+    epochs: Collection[int],
+    without: Collection[Path] = (),
+) -> LaneLayout:
     """The layout of a lane, read without taking it: it may be in use.
 
     Segments that cannot be read, or are of another namespace, are left out.
@@ -69,6 +74,7 @@ def lane_layout(folder: Path, namespace: str | None, epochs: Collection[int]) ->
     Args:
         namespace: its digest, None if that is not known.
         epochs: chunks of others do not count.
+        without: segments that are left out, too.
     """
     geometry: Geometry | None = None
     found: list[tuple[int, LiveRecords]] = []
@@ -78,7 +84,7 @@ def lane_layout(folder: Path, namespace: str | None, epochs: Collection[int]) ->
             header, live, _ = read_index(path)
         except (ForeignFileError, OSError):
             continue
-        if namespace is not None and header.namespace != namespace:
+        if path in without or (namespace is not None and header.namespace != namespace):
             continue
         geometry = geometry or header.geometry
         segments += 1

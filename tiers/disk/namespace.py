@@ -21,7 +21,7 @@ from kvstore.errors import (
     NamespaceMismatchError,
     PathUnusableError,
 )
-from kvstore.tiers.disk.trust import ANYBODYS, STRICT, Trust, make_folder
+from kvstore.tiers.disk.trust import ANYBODYS, STRICT, Trust, hand_over, make_folder
 
 __all__ = ["Namespace", "enclosing", "read_namespace"]
 
@@ -106,6 +106,7 @@ class Namespace:
         try:
             fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
             with os.fdopen(fd, "w") as handle:
+                hand_over(fd, file.parent)
                 json.dump(told, handle, indent=2, sort_keys=True)
                 handle.write("\n")
                 handle.flush()

@@ -31,7 +31,7 @@ from kvstore.tiers.disk.format import (
 from kvstore.tiers.disk.index import IndexFile
 from kvstore.tiers.disk.io import IOBackend
 from kvstore.tiers.disk.io.base import read_bytes, write_whole
-from kvstore.tiers.disk.trust import STRICT, Trust, sync_folder
+from kvstore.tiers.disk.trust import STRICT, Trust, hand_over, sync_folder
 
 __all__ = ["Segment", "is_probe", "read_header", "remove_file", "segment_files"]
 
@@ -101,6 +101,7 @@ class Segment:
         )
         name, data = temporary, -1
         try:
+            hand_over(fd, folder)
             _write_in_place(fd)
             _allocate(fd, geometry.file_bytes)
             write_whole(fd, [memoryview(encode_header(header))], 0)
@@ -297,7 +298,10 @@ def remove_file(path: Path, fd: int) -> None:
         OSError: as the system says; then nothing was done.
     """
     # Another process may have removed it before.
-    path.unlink(missing_ok=True)
+    with contextlib.suppress(FileNotFoundError):
+        if not os.path.samestat(path.lstat(), os.fstat(fd)):
+            raise OSError(errno.ESTALE, "another file has its name now")
+        path.unlink()
     # Only then, so that no file of zeros is left where this process is killed in between.
     with contextlib.suppress(OSError):
         found = os.fstat(fd)

@@ -534,7 +534,7 @@ class DiskTier(Tier):
         if highest is None:
             return None
         joins = self._share_after_reset and highest > self.epoch
-        wanted = highest if joins else highest + 1
+        wanted = highest if joins else max(highest, self.epoch) + 1
         while True:
             before = await self._highest(
                 [partial(volume.raise_epoch, wanted) for volume in self.volumes]

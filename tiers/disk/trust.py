@@ -28,7 +28,15 @@ from pathlib import Path
 from kvstore.errors import PathUnusableError
 from kvstore.tiers.disk.io.base import NO_ROOM
 
-__all__ = ["ANYBODYS", "STRICT", "Trust", "make_folder", "open_folder", "sync_folder"]
+__all__ = [
+    "ANYBODYS",
+    "STRICT",
+    "Trust",
+    "hand_over",
+    "make_folder",
+    "open_folder",
+    "sync_folder",
+]
 
 MAX_LINKS = 40
 """Symbolic links on one way, as the kernel has it."""
@@ -125,6 +133,7 @@ def open_folder(path: Path, trust: Trust, *, own: bool, make: bool = False) -> i
                     raise
                 with contextlib.suppress(FileExistsError):
                     os.mkdir(name, mode, dir_fd=parent)
+                    _hand_over_folder(name, parent)
                 fd = os.open(name, _AS_IS, dir_fd=parent)
             opened.callback(os.close, fd)
             return fd
@@ -188,6 +197,36 @@ def make_folder(folder: Path, trust: Trust, *, own: bool) -> None:
     except (OSError, ValueError) as error:
         reason = error.strerror if isinstance(error, OSError) else error
         raise PathUnusableError(f"{str(folder)!r} cannot be used: {reason}") from error
+
+
+def hand_over(fd: int, folder: Path) -> None:
+    """Give a file that this process has just made in `folder`, as root, to the folder's owner.
+
+    A server that runs as that user could not open it otherwise. It does so only where root works
+    on the cache of another user, which `Trust` allows where it is not strict.
+
+    Raises:
+        OSError: as the system says.
+    """
+    if os.geteuid() == 0:
+        _give(fd, os.stat(folder))
+
+
+def _hand_over_folder(name: str, parent: int | None) -> None:
+    if os.geteuid() == 0 and parent is not None and os.fstat(parent).st_uid:
+        flags = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
+        fd = os.open(name, flags, dir_fd=parent)
+        try:
+            _give(fd, os.fstat(parent))
+        finally:
+            os.close(fd)
+
+
+def _give(fd: int, like: os.stat_result) -> None:
+    if like.st_uid:
+        # In a container root may not, and is the only user that matters.
+        with contextlib.suppress(PermissionError):
+            os.fchown(fd, like.st_uid, like.st_gid)
 
 
 def sync_folder(folder: Path) -> None:

@@ -141,7 +141,7 @@ class Volume:
         self._resized = False
         self.trust = trust
         folder = namespace.establish(path, trust)
-        most = math.inf if capacity_bytes is None else capacity_bytes // wanted.file_bytes
+        most = math.inf if capacity_bytes is None else capacity_bytes
         self.lane = Lane.acquire(folder, lane, trust, most, first)
         self.unowned = UnownedLanes(self.lane, trust)
         try:
@@ -396,6 +396,7 @@ class Volume:
                 if descriptors_left() < SPARE_DESCRIPTORS // 4:
                     # The next process is to open all of them, and may need more for itself.
                     raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+                self.lane.check_place()
                 number = self._new_segment()
             except OSError as error:
                 return f"cannot allocate a segment: {error.strerror}"
@@ -498,12 +499,13 @@ class Volume:
     def newest_epoch(self) -> int | str:
         """The newest epoch that somebody has been in here, or why that is not known. May block."""
         try:
+            self.lane.check_place()
             told, _ = newest_told(self.lane.folder.parent, self.trust)
             return max(read_epoch(self.lane.folder.parent), told)
         except KVStoreError as error:
             return str(error)
         except OSError as error:
-            return f"{self.lane.folder.parent}: cannot be listed: {error.strerror}"
+            return f"{self.lane.folder.parent}: cannot be read: {error.strerror}"
 
     def raise_epoch(self, epoch: int) -> int | str:
         """Raise the newest epoch here to `epoch` at least; what it was, or why not. May block."""

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Collection, Sequence
-from typing import Protocol, runtime_checkable
+from collections.abc import AsyncIterator, Collection, Iterable, Sequence
+from typing import Any, Protocol, runtime_checkable
 
 __all__ = [
     "MOST_UNREAD",
@@ -12,6 +12,7 @@ __all__ = [
     "StoreClient",
     "StoreError",
     "Unread",
+    "checked",
     "epoch_of",
 ]
 
@@ -98,6 +99,22 @@ class ListingClient(StoreClient, Protocol):
         Args:
             but: epochs to leave out.
         """
+
+
+def checked(call: str, answers: Any, count: int, *kinds: type) -> list[Any]:
+    """Return the answers of a client, which need not be kvstore's own. Any may be None.
+
+    Raises:
+        StoreError: if there are not `count`, or one is of none of `kinds`.
+    """
+    found = list(answers) if isinstance(answers, Iterable) else [answers]
+    wrong = [each for each in found if not (each is None or isinstance(each, kinds))]
+    if len(found) != count or wrong or "" in found:
+        told = f"{len(found)} answers for {count} values" if len(found) != count else ""
+        told = told or (f"a {type(wrong[0]).__name__}" if wrong else "an empty message")
+        allowed = ", ".join(["None", *(kind.__name__ for kind in kinds)])
+        raise StoreError(f"the client's {call} returned {told}; allowed are, for each: {allowed}")
+    return found
 
 
 def epoch_of(name: str) -> str:

@@ -28,7 +28,14 @@ from kvstore.tiers.coding import Coder
 from kvstore.tiers.disk.digest import digest
 from kvstore.tiers.disk.namespace import Namespace
 from kvstore.tiers.pinned import PinnedRegion
-from kvstore.tiers.remote.client import MOST_UNREAD, SHARED_EPOCH, StoreClient, StoreError, Unread
+from kvstore.tiers.remote.client import (
+    MOST_UNREAD,
+    SHARED_EPOCH,
+    StoreClient,
+    StoreError,
+    Unread,
+    checked,
+)
 from kvstore.tiers.remote.gate import Gate
 from kvstore.tiers.remote.loop import ClientLoop, two_at_once
 from kvstore.tiers.remote.record import RECORD_BYTES, decode, encode, seed_of
@@ -197,7 +204,7 @@ class StoreTier(Tier):
                 # What was answered before counts.
                 unread, error = range(len(found), len(names)), str(fault)
                 break
-            found += there
+            found += map(bool, checked("exists", there, len(names[len(found) :][:size]), object))
             if not any(there):
                 break
             size = self.asked_at_once
@@ -268,7 +275,9 @@ class StoreTier(Tier):
         self._loop.cancel_all()
 
     def abandon(self) -> None:
-        self._loop.end()
+        # There is none where `open` has failed.
+        if hasattr(self, "_loop"):
+            self._loop.end()
 
     # -- inside --------------------------------------------------------------------------
 
@@ -305,14 +314,15 @@ class StoreTier(Tier):
         records = await self._in_turn(
             self._reading, order, payloads, lambda client: client.get(names, payloads)
         )
+        records = checked("get", records, len(keys), bytes, bytearray, memoryview, str)
         unread = [key for key, it in zip(keys, records, strict=True) if type(it) is Unread]
         if unread:
             # If the store answers this, and others can be read, those values are at fault alone.
             await self._answer(self._asking, lambda client: client.exists(self._names(unread[:1])))
         errors: list[str | None] = []
         for key, record, payload, chunk in zip(keys, records, payloads, chunks, strict=True):
-            if isinstance(record, bytes):
-                errors.append(self._fault(key, record, payload))
+            if not isinstance(record, str | None):
+                errors.append(self._fault(key, bytes(record), payload))
                 if errors[-1] is None and self._coder is not None:
                     self._coder.decode(chunk)
             else:
@@ -382,7 +392,8 @@ class StoreTier(Tier):
                 for key, payload, seal in zip(keys, payloads, seals, strict=True)
             ]
             more = {"replace": True} if replace else {}
-            return await client.put(names, records, payloads, **more)
+            done = await client.put(names, records, payloads, **more)
+            return checked("put", done, len(names), str)
 
     async def _answer(self, gate: Gate, ask: _Call[_T], order: int | None = None) -> _T:
         """Make a call that moves no payloads."""

@@ -377,6 +377,8 @@ class Slots:
     def growth_ended(self, segments: Sequence[int], now: float) -> None:
         """Add segments that are ready, with all slots free; there are none if growth failed."""
         self.growing = self.growing_slowly = self._wanted = False
+        # One that is in use is no growth: its slots hold chunks.
+        segments = [segment for segment in segments if segment not in self._segments]
         for segment in segments:
             self.cannot_grow = False
             self._segments.add(segment)

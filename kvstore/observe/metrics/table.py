@@ -413,6 +413,11 @@ METRICS: tuple[Metric, ...] = (
         lambda s: s.illegal,
         "Internal errors of kvstore, none of which did harm; please report them.",
     ),
+    _core(
+        "plugin_faults",
+        lambda s: s.plugin_faults,
+        "Failures of policies and filters that are not kvstore's own; the log names each.",
+    ),
     # -- who has what? -----------------------------------------------------------------------
     _tenant(
         "tenant_loaded_chunks",
