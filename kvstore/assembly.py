@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import inspect
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
@@ -19,10 +17,18 @@ from kvstore.core.residency.index import ColdestFirst
 from kvstore.core.residency.remote_answers import MOST_ANSWERS
 from kvstore.core.statistics import tier_names
 from kvstore.engine.engine import Beside
-from kvstore.errors import ConfigError, KVStoreError
+from kvstore.errors import ConfigError
 from kvstore.gate import codecs_of
 from kvstore.observe.recorder import Recorder
-from kvstore.plugins import TierPlace, build_filters, build_policy, create_tier, tail_bytes_of
+from kvstore.plugins import (
+    TierPlace,
+    abandon_tiers,
+    build_filters,
+    build_policy,
+    create_tier,
+    open_tier,
+    tail_bytes_of,
+)
 from kvstore.policies.shares import Places, Shares, tag_of
 from kvstore.policies.table import COMPILED
 from kvstore.sizes import format_size
@@ -148,12 +154,11 @@ def _assemble(
     events: bool,
 ) -> Assembly:
     tiers: list[Tier] = []
-    opened.callback(lambda: [tier.abandon() for tier in tiers])
+    opened.callback(abandon_tiers, tiers)
     views, parts = open_tiers(config, region, chunk_bytes, namespace, tiers)
     demotes = any(view.flow is not Flow.WRITE_THROUGH for view in views)
-    with _fitting("host memory"):
-        policy = build_policy(config.host_policy, region.rows, config.tenants)
-        filters = build_filters(config.host_filters, region.rows, chunk_bytes, config.tenants)
+    policy = build_policy(config.host_policy, region.rows, config.tenants)
+    filters = build_filters(config.host_filters, region.rows, chunk_bytes, config.tenants)
     spare = int(region.rows * config.demote_ahead) if demotes else 0
     pool = HostPool(region.rows, policy, filters, spare)
     # What is pinned leaves to tenants what is guaranteed to them.
@@ -302,7 +307,7 @@ def open_tiers(
     for tier_config in config.tiers:
         for tier in _tiers_of(tier_config, place, on_disks):
             tiers.append(tier)
-            recovered = _opened(tier, tier_config, region)
+            recovered = open_tier(tier, region)
             number, found = len(views), len(recovered.entries)
             if tier.is_peer:
                 views.append(PeerTier(number, recovered, in_flight))
@@ -324,27 +329,6 @@ def open_tiers(
     return views, parts
 
 
-def _opened(tier: Tier, config: DiskConfig | TierConfig, region: PinnedRegion) -> RecoveredTier:
-    """Open a tier; one of others may raise, or return, anything.
-
-    Raises:
-        KVStoreError: if it cannot be opened.
-    """
-    try:
-        recovered: Any = tier.open(region)
-    except KVStoreError:
-        raise
-    except Exception as error:
-        if isinstance(config, DiskConfig):
-            raise
-        raise ConfigError(f"tier {config.type!r}: open raised {error!r}") from error
-    if isinstance(recovered, RecoveredTier):
-        return recovered
-    if inspect.iscoroutine(recovered):
-        recovered.close()
-    raise ConfigError(f"{type(tier).__name__}.open returned {recovered!r}, not a RecoveredTier")
-
-
 def _label(views: Sequence[TierView]) -> str:
     """The name of the last of these tiers in metrics."""
     return tier_names([view.stats() for view in views])[-1]
@@ -363,10 +347,6 @@ def _tiers_of(config: DiskConfig | TierConfig, place: TierPlace, codec: Codec | 
             return [create_tier(config.type, its, config.parameters)]
         except ValueError as error:
             raise ConfigError(f"tier {config.type!r}: {error}") from error
-        except KVStoreError:
-            raise
-        except Exception as error:
-            raise ConfigError(f"tier {config.type!r}: its constructor raised {error!r}") from error
     disk = DiskTier(
         config.paths,
         Namespace(place.namespace, place.identity),
@@ -395,23 +375,11 @@ def _view(
     """Return the core's view of an opened tier."""
     slots = max(1, recovered.max_segments * recovered.segment_slots)
     most = MOST_ANSWERS if config.is_store else slots
-    with _fitting(f"tier {recovered.medium!r}"):
-        filters = build_filters(config.admission, most, chunk_bytes, shares)
-        if config.is_store:
-            return AskedTier(number, recovered, in_flight, filters, config.flow)
-        policy = build_policy(config.eviction_policy, slots, shares)
+    filters = build_filters(config.admission, most, chunk_bytes, shares)
+    if config.is_store:
+        return AskedTier(number, recovered, in_flight, filters, config.flow)
+    policy = build_policy(config.eviction_policy, slots, shares)
     return OwnedTier(number, recovered, policy, in_flight, filters, config.flow)
-
-
-@contextlib.contextmanager
-def _fitting(what: str) -> Iterator[None]:
-    """Turn what a policy or a filter says of the size that a tier has into an error of the key."""
-    try:
-        yield
-    except ConfigError:
-        raise
-    except ValueError as error:
-        raise ConfigError(f"{what}: {error}") from error
 
 
 async def build(config: Config) -> Assembly:

@@ -9,14 +9,16 @@ group ``kvstore.tiers``.
 from __future__ import annotations
 
 import ast
+import inspect
 import logging
 import re
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeVar
 
+from kvstore.errors import ConfigError, KVStoreError
 from kvstore.policies import (
     AdmissionFilter,
     Chain,
@@ -36,11 +38,13 @@ from kvstore.policies.shares import Shares
 from kvstore.policies.tenants import Tenants
 from kvstore.sizes import parse_size
 from kvstore.tiers.base import Tier
-from kvstore.types import TierPlace, about
+from kvstore.tiers.pinned import PinnedRegion
+from kvstore.types import RecoveredTier, TierPlace, about
 
 __all__ = [
     "Choice",
     "TierPlace",
+    "abandon_tiers",
     "build_filters",
     "build_policy",
     "check_filters",
@@ -48,6 +52,7 @@ __all__ = [
     "check_tier",
     "create_tier",
     "is_store",
+    "open_tier",
     "register_tier",
     "tail_bytes_of",
     "tier_names",
@@ -139,41 +144,57 @@ class Choice:
 
 
 def build_policy(
-    choice: str | Choice, capacity: int, shares: Shares | None = None
+    choice: str | Choice, capacity: int, shares: Shares | None = None, *, guards: bool = True
 ) -> EvictionPolicy:
     """Create the policy for a tier of `capacity` chunks.
 
     Args:
         shares: of tenants; with them each tenant has such a policy of its own.
+        guards: whether another one takes the place of a policy of others that fails.
 
     Raises:
-        ValueError: as `kvstore.policies.create_policy`.
+        ConfigError: as `kvstore.policies.create_policy` raises ValueError.
     """
     chosen = Choice(choice) if isinstance(choice, str) else choice
 
     def make(capacity: int) -> EvictionPolicy:
-        made = create_policy(chosen.name, capacity, **dict(chosen.parameters))
-        return guarded_policy(made, _tell_fault)
+        try:
+            made = create_policy(chosen.name, capacity, **dict(chosen.parameters))
+            return guarded_policy(made, _tell_fault) if guards else made
+        except MemoryError:
+            raise
+        except Exception as error:
+            # Of the size that its tier has, when the store is opened, for one.
+            raise ConfigError(str(error) or repr(error)) from error
 
     return make(capacity) if shares is None else Tenants(capacity, make, shares)
 
 
 def build_filters(
-    choices: Sequence[Choice], capacity: int, chunk_bytes: int, shares: Shares | None = None
+    choices: Sequence[Choice],
+    capacity: int,
+    chunk_bytes: int,
+    shares: Shares | None = None,
+    *,
+    guards: bool = True,
 ) -> AdmissionFilter | None:
     """Create one filter that admits what all of `choices` admit, or None if there are none.
 
     Args:
         shares: of tenants; with them each tenant has such filters of its own, but for budgets,
             which belong to all.
+        guards: whether everything is admitted where a filter of others fails.
 
     Raises:
-        ValueError: as `kvstore.policies.create_filter`.
+        ConfigError: as `kvstore.policies.create_filter` raises ValueError.
     """
 
     def made(choice: Choice, capacity: int) -> AdmissionFilter:
-        its = create_filter(choice.name, capacity, chunk_bytes, **dict(choice.parameters))
-        return guarded_filter(its, _tell_fault)
+        try:
+            its = create_filter(choice.name, capacity, chunk_bytes, **dict(choice.parameters))
+        except ValueError as error:
+            raise ConfigError(str(error)) from error
+        return guarded_filter(its, _tell_fault) if guards else its
 
     def of_each(choice: Choice) -> AdmissionFilter:
         whole = made(choice, capacity)
@@ -199,7 +220,7 @@ def check_policy(value: object) -> Choice:
         ValueError: if there is no such policy, or it does not take those parameters.
     """
     choice = Choice.of(value, "policy", has_policy, policy_names)
-    build_policy(choice, TRIAL_CAPACITY)
+    create_policy(choice.name, TRIAL_CAPACITY, **dict(choice.parameters))
     return choice
 
 
@@ -212,7 +233,8 @@ def check_filters(value: object) -> tuple[Choice, ...]:
     several = isinstance(value, Sequence) and not isinstance(value, (str, bytes))
     values = list(value) if several else [value]  # type: ignore[call-overload]
     choices = tuple(Choice.of(each, "filter", has_filter, filter_names) for each in values)
-    build_filters(choices, TRIAL_CAPACITY, 2**20)
+    for each in choices:
+        create_filter(each.name, TRIAL_CAPACITY, 2**20, **dict(each.parameters))
     return choices
 
 
@@ -303,9 +325,49 @@ def create_tier(name: str, place: TierPlace, parameters: Mapping[str, Any]) -> T
     """
     given = _sizes_parsed(name, parameters)
     make: Any = _kinds.checked(name, given)
-    tier: Tier = make(place, **given)
+    try:
+        tier: Tier = make(place, **given)
+    except (ValueError, KVStoreError, MemoryError):
+        raise
+    except Exception as error:
+        raise ValueError(f"its constructor raised {error!r}") from error
     if place.keys is not None and not tier.encrypts:
         raise ValueError("it does not encrypt chunks: leave it out, or encryption_keys")
     if place.codec is not None and not tier.encodes:
         raise ValueError("it does not encode chunks: leave it out, or store_codec")
     return tier
+
+
+def open_tier(tier: Tier, region: PinnedRegion) -> RecoveredTier:
+    """Open a tier; one of others may raise, or return, anything.
+
+    Raises:
+        KVStoreError: if it cannot be opened.
+    """
+    ours = type(tier).__module__.startswith("kvstore.tiers.")
+    try:
+        recovered: Any = tier.open(region)
+    except Exception as error:
+        if ours or isinstance(error, (KVStoreError, MemoryError)):
+            raise
+        raise ConfigError(f"{type(tier).__name__}.open raised {error!r}") from error
+    if isinstance(recovered, RecoveredTier):
+        return recovered
+    if inspect.iscoroutine(recovered):
+        recovered.close()
+    raise ConfigError(f"{type(tier).__name__}.open returned {recovered!r}, not a RecoveredTier")
+
+
+def abandon_tiers(tiers: Iterable[Tier]) -> None:
+    """Release what tiers have begun; what one of others raises stops nobody, and is logged."""
+    for tier in tiers:
+        try:
+            tier.abandon()
+        except Exception as error:
+            name = type(tier).__name__
+            logger.exception(
+                "%s cannot be abandoned: %r",
+                name,
+                error,
+                extra=about("tier.not_closed", tier=name),
+            )

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import enum
 import hashlib
+import operator
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
@@ -150,6 +151,22 @@ class Completion:
     unread: Sequence[int] = ()
     ended: float | None = None
     removed: int = 0
+
+    def check(self, keys: int) -> None:
+        """Take what a tier answered for so many keys in the types of its contract.
+
+        Raises:
+            ValueError, TypeError: if it cannot be taken so.
+        """
+        if type(self.ok) is not list:
+            self.ok = [bool(each) for each in self.ok]
+        if len(self.ok) != keys:
+            raise ValueError(f"{len(self.ok)} answers for {keys} blocks")
+        self.unread = [operator.index(place) for place in self.unread or ()]
+        if not all(0 <= place < keys for place in self.unread):
+            raise ValueError(f"unread = {self.unread!r:.100}: allowed are 0 to {keys - 1}")
+        self.segments = [operator.index(segment) for segment in self.segments]
+        self.error = None if self.error is None else str(self.error)
 
     def ended_by(self, now: float) -> float:
         """Return when the move ended; `now` if that is not known."""

@@ -153,6 +153,10 @@ class EvictionPolicy(ABC):
         """The policies that this one is made of."""
         return ()
 
+    def overrides(self, hook: str) -> bool:
+        """Whether the policy has an optional method of its own."""
+        return getattr(type(self), hook) is not getattr(EvictionPolicy, hook)
+
     @property
     def faults(self) -> int:
         """How many of the `parts` have failed: see `guard`."""

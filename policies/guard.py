@@ -7,7 +7,7 @@ filter that fails is asked again, and its tier admits everything meanwhile.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from kvstore.policies.admission import AdmissionFilter
@@ -45,6 +45,8 @@ class GuardedPolicy(EvictionPolicy):
 
     def __init__(self, policy: EvictionPolicy, report: Report) -> None:
         super().__init__(policy.capacity)
+        if not policy.effort > 0:
+            raise ValueError(f"policy {policy.name!r}: effort = {policy.effort}: must be above 0")
         self.name = policy.name
         self.effort = policy.effort
         self.declines = policy.declines
@@ -125,15 +127,21 @@ class GuardedPolicy(EvictionPolicy):
     def __contains__(self, key: object) -> bool:
         return key in self._spare
 
-    def order(self) -> Iterator[bytes]:
+    def order(self) -> Iterable[bytes]:
+        """Return the policy's order; its RuntimeError and KeyError tell of a use meanwhile."""
         if not self.failed:
             try:
-                yield from self._policy.order()
+                keys = list(self._policy.order())
+            except (RuntimeError, KeyError):
+                raise
             except Exception as error:
                 self._fail(f"raised {error!r} in order")
             else:
-                return
-        yield from self._spare.order()
+                return [key for key in dict.fromkeys(keys) if key in self._spare]
+        return self._spare.order()
+
+    def overrides(self, hook: str) -> bool:
+        return (self._spare if self.failed else self._policy).overrides(hook)
 
     # -- eviction ----------------------------------------------------------------------------
 
@@ -141,20 +149,23 @@ class GuardedPolicy(EvictionPolicy):
         self, count: int, protected: Protected, incoming: Sequence[bytes] = ()
     ) -> list[bytes] | None:
         found = self._call("evict", count, protected, incoming)
-        if found is not None:
-            found = self._checked("evict", found, protected, count, exactly=True)
-        return self._spare.evict(count, protected, incoming) if self.failed else found
+        if not self.failed:
+            if found is None:
+                return None
+            victims = self._checked("evict", found, protected, count, exactly=True)
+            if victims is not None:
+                return victims
+        return self._spare.evict(count, protected, incoming)
 
     def evict_up_to(
         self, count: int, protected: Protected, incoming: Sequence[bytes] = ()
     ) -> list[bytes]:
         found = self._call("evict_up_to", count, protected, incoming)
         if not self.failed:
-            found = self._checked("evict_up_to", found, protected, count)
-        if self.failed or found is None:
-            return self._spare.evict_up_to(count, protected, incoming)
-        victims: list[bytes] = found
-        return victims
+            victims = self._checked("evict_up_to", found, protected, count)
+            if victims is not None:
+                return victims
+        return self._spare.evict_up_to(count, protected, incoming)
 
     @property
     def excess(self) -> int:
@@ -177,7 +188,7 @@ class GuardedPolicy(EvictionPolicy):
         try:
             victims: list[bytes] = list(found)
             distinct = set(victims)
-        except TypeError:
+        except Exception:
             self._fail(f"returned {found!r:.100} from {method}, not keys")
             return None
         spare = self._spare
@@ -206,13 +217,16 @@ class GuardedPolicy(EvictionPolicy):
         return found if isinstance(found, int) else self.capacity
 
     def owner_of(self, key: bytes) -> int:
-        return self._call("owner_of", key) or 0
+        found = self._call("owner_of", key)
+        return found if isinstance(found, int) else 0
 
     def tenant_of(self, key: bytes) -> str:
-        return self._call("tenant_of", key) or ""
+        found = self._call("tenant_of", key)
+        return found if isinstance(found, str) else ""
 
     def tenants(self) -> dict[str, int]:
-        return self._call("tenants") or {}
+        found = self._call("tenants")
+        return found if isinstance(found, dict) else {}
 
 
 class GuardedFilter(AdmissionFilter):
@@ -239,7 +253,7 @@ class GuardedFilter(AdmissionFilter):
                 answers = [bool(each) for each in found]
                 if len(answers) == len(keys):
                     return answers
-            except TypeError:
+            except Exception:
                 pass
             self._fail(f"answered {found!r:.100} for {len(keys)} keys")
         return [True] * len(keys)

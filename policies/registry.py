@@ -117,7 +117,7 @@ class Registry(Generic[_T]):
                 raise ValueError(f"{self.kind} {name!r} lacks methods: {lacks}")
             try:
                 parameters_of(cls)
-            except TypeError as error:
+            except Exception as error:
                 raise ValueError(f"{self.kind} {name!r}: {error}") from error
             return cls
         raise ValueError(f"{self.kind} {name!r} is not a subclass of {self.base.__name__}: {cls!r}")

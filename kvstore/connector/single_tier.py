@@ -13,7 +13,8 @@ from kvstore.connector.contract import (
     by_lists,
 )
 from kvstore.connector.mediums import LoadStoreSpec
-from kvstore.policies import EvictionPolicy, create_policy
+from kvstore.plugins import build_policy
+from kvstore.policies import EvictionPolicy
 
 __all__ = ["PolicyManager"]
 
@@ -45,7 +46,7 @@ class PolicyManager(OffloadingManager):
         """
         self._backend = backend
         if isinstance(policy, str):
-            policy = create_policy(policy, max(1, backend.get_num_free_blocks()))
+            policy = build_policy(policy, max(1, backend.get_num_free_blocks()))
         self._policy = policy
         self._blocks: dict[bytes, BlockStatus] = {}
         self._late_loads: dict[bytes, list[BlockStatus]] = {}

@@ -22,7 +22,7 @@ from kvstore.core.host import HostPool
 from kvstore.core.pins import Pins
 from kvstore.core.residency.base import TierView
 from kvstore.core.step_budget import Budget
-from kvstore.policies.base import HELD, LATER, EvictionPolicy, Protected
+from kvstore.policies.base import HELD, LATER, Protected
 
 __all__ = ["Demotions", "Room", "Victims"]
 
@@ -149,7 +149,7 @@ class Victims:
 
     @property
     def _sets_aside(self) -> bool:
-        return type(self._pool.policy).release is not EvictionPolicy.release
+        return self._pool.policy.overrides("release")
 
     def let_loose(self) -> None:
         """Tell the policy which of the chunks that it has set aside may leave again.

@@ -13,7 +13,6 @@ from itertools import compress
 from kvstore.core.cascade import CASCADE_BATCH, take_in
 from kvstore.core.reports import Complaints
 from kvstore.core.residency.base import CopyTarget, TierView
-from kvstore.policies.base import EvictionPolicy
 from kvstore.types import NO_MOVE, Completion, LogLine, Move, Op, group_of
 
 __all__ = ["Job", "JobBook", "JobEnd", "JobStores"]
@@ -141,7 +140,7 @@ class JobStores:
         self._most = max(1, int(rows * STORE_SHARE))
         policy = target.index.policy
         self._most_copies = max(1, int(COPIES_PER_STEP / policy.effort))
-        self._links = type(policy).link is not EvictionPolicy.link
+        self._links = policy.overrides("link")
         self._last: dict[str, dict[bytes, bytes]] = {}
         """The last key of each request and KV cache group, if the policy uses links."""
         self._storing: dict[bytes, tuple[int, Job]] = {}

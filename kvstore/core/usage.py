@@ -241,8 +241,8 @@ class Chains:
         self._settling_keys = 0
         tiers = self._all_tiers
         policies = [self._pool.policy, *(tier.index.policy for tier in tiers)]
-        self._tiers = [tier for tier in tiers if _overrides(tier.index.policy, "settle")]
-        self._linked = [policy.link for policy in policies if _overrides(policy, "link")]
+        self._tiers = [tier for tier in tiers if tier.index.policy.overrides("settle")]
+        self._linked = [policy.link for policy in policies if policy.overrides("link")]
 
     def listen(self, listener: Callable[[Sequence[Sequence[bytes]]], None]) -> None:
         """Tell it the keys of each request that ends, one sequence for each group."""
@@ -405,7 +405,3 @@ class Chains:
     def _link(self, keys: Sequence[bytes], after: bytes | None) -> None:
         for link in self._linked:
             link(keys, after)
-
-
-def _overrides(policy: EvictionPolicy, hook: str) -> bool:
-    return getattr(type(policy), hook) is not getattr(EvictionPolicy, hook)

@@ -12,7 +12,6 @@ import asyncio
 import contextlib
 import itertools
 import logging
-import operator
 import os
 import threading
 import time
@@ -235,7 +234,8 @@ class Engine:
     async def _run(self, move: Move) -> None:
         raised: BaseException | None = None
         try:
-            completion = _checked(await self._perform(move), len(move.keys))
+            completion = await self._perform(move)
+            completion.check(len(move.keys))
         except BaseException as error:
             if _is_end(error):
                 self.cut_off = True
@@ -399,25 +399,6 @@ def _name_of(tier: Tier) -> str:
         return tier.description
     except Exception:
         return type(tier).__name__
-
-
-def _checked(completion: Completion, keys: int) -> Completion:
-    """Return what a tier answered, in the types of its contract.
-
-    Raises:
-        ValueError, TypeError: if it cannot be taken so.
-    """
-    if type(completion.ok) is not list:
-        completion.ok = [bool(each) for each in completion.ok]
-    if len(completion.ok) != keys:
-        raise ValueError(f"{len(completion.ok)} answers for {keys} blocks")
-    completion.unread = [operator.index(place) for place in completion.unread or ()]
-    if not all(0 <= place < keys for place in completion.unread):
-        raise ValueError(f"unread = {completion.unread!r:.100}: allowed are 0 to {keys - 1}")
-    completion.segments = [operator.index(segment) for segment in completion.segments]
-    if completion.error is not None:
-        completion.error = str(completion.error)
-    return completion
 
 
 def _is_end(error: BaseException) -> bool:

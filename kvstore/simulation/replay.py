@@ -83,7 +83,7 @@ class Setup:
         host, disk = min(self.host, most), min(self.disk, most)
         pool = HostPool(
             host + self.reserve,
-            build_policy(self.host_policy, host, self.tenants),
+            build_policy(self.host_policy, host, self.tenants, guards=False),
             self._filters(self.host_admission, self.host, chunk_bytes),
             self.reserve,
         )
@@ -94,7 +94,7 @@ class Setup:
                 OwnedTier(
                     0,
                     opening,
-                    build_policy(self.disk_policy, disk, self.tenants),
+                    build_policy(self.disk_policy, disk, self.tenants, guards=False),
                     host,
                     self._filters(self.disk_admission, self.disk, chunk_bytes),
                     self.flow,
@@ -110,7 +110,7 @@ class Setup:
         choices: tuple[Choice, ...], chunks: int, chunk_bytes: int
     ) -> AdmissionFilter | None:
         try:
-            return build_filters(choices, chunks, chunk_bytes)
+            return build_filters(choices, chunks, chunk_bytes, guards=False)
         except (MemoryError, OverflowError) as error:
             raise ConfigError(f"{chunks} chunks: a filter for so many needs more memory") from error
 

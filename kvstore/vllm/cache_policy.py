@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from vllm.v1.kv_offload.base import OffloadKey, ReqContext
 from vllm.v1.kv_offload.cpu.policies.base import CachePolicy, ChunkStatus
 
-from kvstore.policies import create_policy
+from kvstore.plugins import build_policy
 from kvstore.vllm.version import position_of
 
 __all__ = ["KVStoreCachePolicy"]
@@ -40,7 +40,7 @@ class KVStoreCachePolicy(CachePolicy):
 
     def __init__(self, cache_capacity: int) -> None:
         super().__init__(cache_capacity)
-        self._policy = create_policy(self.policy_name, cache_capacity)
+        self._policy = build_policy(self.policy_name, cache_capacity)
         self._chunks: dict[OffloadKey, ChunkStatus] = {}
         self._entering: list[OffloadKey] = []
         self._coming: list[OffloadKey] = []

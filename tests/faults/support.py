@@ -20,6 +20,7 @@ from kvstore.core.statistics import TierStats
 from kvstore.tiers.disk import DiskTier
 from kvstore.tiers.disk.format import Geometry
 from kvstore.tiers.disk.namespace import Namespace
+from kvstore.tiers.disk.volume import Volume
 from tests.patience import PATIENCE
 
 CHUNK = 64 * 1024
@@ -191,10 +192,19 @@ class Caller:
             assert size <= self.capacity, "the lane is larger than its capacity"
 
     @property
-    def lane(self) -> int:
+    def _volume(self) -> Volume:
         tier = self.store._assembly.tiers[0]
         assert isinstance(tier, DiskTier)
-        return tier.volumes[0].lane.number
+        return tier.volumes[0]
+
+    @property
+    def lane(self) -> int:
+        return self._volume.lane.number
+
+    @property
+    def segments(self) -> list[int]:
+        """The numbers of the segments that the store itself has."""
+        return list(self._volume.segments)
 
 
 @asynccontextmanager

@@ -10,6 +10,8 @@ from typing import Any
 import pytest
 
 import kvstore
+from kvstore.errors import ConfigError
+from kvstore.plugins import build_policy
 from kvstore.policies import (
     AdmissionFilter,
     EvictionPolicy,
@@ -18,7 +20,7 @@ from kvstore.policies import (
     registry,
 )
 from kvstore.policies.base import Protected
-from kvstore.policies.guard import GuardedPolicy, guarded_policy
+from kvstore.policies.guard import GuardedFilter, GuardedPolicy, guarded_policy
 from kvstore.policies.lru import LRU
 from kvstore.testing.policy import PolicyContract
 
@@ -248,6 +250,99 @@ class TestGuarded(PolicyContract):
 class TestFailing(PolicyContract):
     def create(self, capacity: int) -> EvictionPolicy:
         return Failing(capacity)
+
+
+@pytest.mark.parametrize("method", ["evict", "evict_up_to"])
+@pytest.mark.parametrize("fault", [*ANSWERS, "evict", "len"])
+def test_its_books_are_right_whatever_the_policy_answers(method: str, fault: str) -> None:
+    class Forgetful(Frail):
+        def __len__(self) -> int:
+            return super().__len__() + (fault == "len")
+
+    told: list[str] = []
+    guard = GuardedPolicy(Forgetful(16, fault=fault, after=1), told.append)
+    keys = keys_of("key", 12)
+    guard.restore(keys)
+    victims = getattr(guard, method)(4, lambda key: key == keys[-1])
+    fewer = fault == "too few" and method == "evict_up_to"
+    assert len(set(victims)) == 4 - fewer
+    assert keys[-1] not in victims
+    assert len(told) == 1
+    assert guard.faults == 1
+    for key in keys:
+        assert (key in guard) == (key not in victims)
+        if key in guard:
+            guard.touch(key)
+            guard.remove(key)
+    assert len(guard) == 0
+
+
+def test_a_use_told_while_the_order_is_read_is_no_fault_of_the_policy() -> None:
+    class Busy(Frail):
+        def order(self) -> Iterator[bytes]:
+            yield from list(self._keys)[:3]
+            raise RuntimeError("changed during iteration")
+
+    guard = GuardedPolicy(Busy(8), pytest.fail)
+    guard.restore(keys_of("key", 4))
+    with pytest.raises(RuntimeError):
+        guard.order()
+
+
+def test_what_an_order_names_beside_its_keys_is_left_out() -> None:
+    class Wild(Frail):
+        def order(self) -> Any:
+            return [b"ghost", *self._keys, *self._keys]
+
+    guard = GuardedPolicy(Wild(8), pytest.fail)
+    guard.restore(keys_of("key", 4))
+    assert list(guard.order()) == keys_of("key", 4)
+
+
+def test_a_filter_whose_answers_cannot_be_read_admits_everything() -> None:
+    class Lazy(FrailFilter):
+        def admit(self, keys: Sequence[bytes], now: float) -> Any:
+            return (1 / 0 for _ in keys)
+
+    guard = GuardedFilter(Lazy(8, 1), lambda what: None)
+    assert guard.admit([b"a", b"b"], 0.0) == [True, True]
+    assert guard.faults == 1
+
+
+def test_whether_a_method_is_its_own_is_told_of_the_policy_itself() -> None:
+    class Plain(EvictionPolicy):
+        name = "plain"
+
+        def insert(self, key: bytes) -> None: ...
+
+        def touch(self, key: bytes) -> None: ...
+
+        def remove(self, key: bytes) -> None: ...
+
+        def evict(
+            self, count: int, protected: Protected, incoming: Sequence[bytes] = ()
+        ) -> list[bytes] | None: ...
+
+        def clear(self) -> None: ...
+
+        def __len__(self) -> int:
+            return 0
+
+        def __contains__(self, key: object) -> bool:
+            return False
+
+    guard = GuardedPolicy(Plain(4), lambda what: None)
+    assert not guard.overrides("release")
+    assert not guard.overrides("link")
+    guard._fail("failed")
+    assert guard.overrides("release")
+
+
+@pytest.mark.parametrize("effort", [0, "much"])
+def test_an_effort_that_is_no_number_above_0_is_refused(effort: Any) -> None:
+    register_policy(type("Odd", (Frail,), {"name": "test-odd", "effort": effort}))
+    with pytest.raises(ConfigError, match="effort|not supported"):
+        build_policy("test-odd", 4)
 
 
 def test_own_policies_are_not_guarded() -> None:

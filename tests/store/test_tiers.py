@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -13,7 +14,8 @@ from kvstore import plugins as tiering
 from kvstore.config import Config
 from kvstore.connector.manager import KVStoreManager
 from kvstore.errors import ConfigError
-from kvstore.tiers import Tier
+from kvstore.tiers import PinnedRegion, Tier
+from kvstore.types import TierPlace
 from tests.store.support import Open, contents, keys_of, payloads, small
 
 SHELF = '''
@@ -187,6 +189,54 @@ def test_a_tier_can_be_registered_without_a_package() -> None:
 
     assert tiering.register_tier(Own) is Own
     assert tiering.tier_names() == ["disk", "mooncake", "object", "own", "redis", "shelf"]
+
+
+@pytest.mark.parametrize(
+    ("how", "told"),
+    [
+        ("opens not", r"open raised TimeoutError\('no route'\)"),
+        ("opens later", "open returned .*, not a RecoveredTier"),
+        ("is not made", r"its constructor raised KeyError\('URL'\)"),
+    ],
+)
+async def test_a_tier_that_fails_at_the_start_is_named_and_what_it_began_is_ended(
+    open_store: Open, how: str, told: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    import shelf
+
+    ended: list[str] = []
+
+    class Failing(shelf.Shelf):  # type: ignore[misc]
+        name = "failing"
+
+        def __init__(self, place: TierPlace) -> None:
+            super().__init__(place)
+            if how == "is not made":
+                raise KeyError("URL")
+
+        def open(self, region: PinnedRegion) -> Any:
+            if how == "opens later":
+                return self.later()
+            raise TimeoutError("no route")
+
+        async def later(self) -> None: ...
+
+        def abandon(self) -> None:
+            ended.append("failing")
+            raise AttributeError("no connection")
+
+    class Sound(shelf.Shelf):  # type: ignore[misc]
+        name = "sound"
+
+        def abandon(self) -> None:
+            ended.append("sound")
+
+    tiering.register_tier(Failing)
+    tiering.register_tier(Sound)
+    with pytest.raises(ConfigError, match=told):
+        await open_store(tiers=[{"type": "sound"}, {"type": "failing"}]).__aenter__()
+    assert ended == (["sound", "failing"] if how != "is not made" else ["sound"])
+    assert ("no connection" in caplog.text) == (how != "is not made")
 
 
 def test_no_tier_takes_the_name_of_the_disk() -> None:

@@ -93,8 +93,13 @@ def test_a_capacity_below_the_segments_that_are_there_says_so(
     folder: Path, refused: Callable[..., str], open_bench: OpenBench
 ) -> None:
     open_bench().abandon()
-    message = refused(ConfigError, capacity_bytes=SEGMENT // 2, segment_bytes=SEGMENT // 2)
-    assert f"capacity_bytes = {SEGMENT // 2}" in message
+    half = SEGMENT // 2
+    # Where a lane may be chosen, another one is taken.
+    bench = open_bench(capacity_bytes=half, segment_bytes=half)
+    assert lane_of(folder).with_name("lane-1").is_dir()
+    bench.abandon()
+    message = refused(ConfigError, capacity_bytes=half, segment_bytes=half, lane=0)
+    assert f"capacity_bytes = {half}" in message
     # Lowering segment_bytes is no way out here, and must not be advised.
     assert "segment_bytes" not in message
     assert str(lane_of(folder)) in message

@@ -17,9 +17,9 @@ from pathlib import Path
 from typing import NamedTuple
 
 from kvstore.concurrency import given_up_in_children
-from kvstore.errors import LaneBusyError, PathUnusableError
+from kvstore.errors import ForeignFileError, LaneBusyError, PathUnusableError
 from kvstore.tiers.disk.epoch import MAX_EPOCH
-from kvstore.tiers.disk.segment import segment_files
+from kvstore.tiers.disk.segment import read_header, segment_files
 from kvstore.tiers.disk.trust import ANYBODYS, STRICT, Trust, hand_over, make_folder
 from kvstore.types import about
 
@@ -158,15 +158,24 @@ def _in_order(namespace: Path, trust: Trust, capacity_bytes: float) -> list[int]
             # Of one that cannot be looked at the others are not worse.
             with contextlib.suppress(OSError):
                 if number < MAX_LANES and _lock_is_trusted(folder, trust):
-                    sizes = [path.lstat().st_size for _, path in segment_files(folder)]
-                    if max(sizes, default=0) > capacity_bytes:
+                    files = [path for _, path in segment_files(folder)]
+                    each = _segment_bytes(files)
+                    if each > capacity_bytes:
                         unfit.append(number)
                     else:
-                        held[number] = sum(sizes)
+                        held[number] = each * len(files)
     fit = [number for number, size in held.items() if size <= capacity_bytes]
     fit.sort(key=lambda number: (-held[number], number))
     fresh = [number for number in range(MAX_LANES) if number not in unfit]
     return list(dict.fromkeys([*fit, *held, *fresh, *unfit]))
+
+
+def _segment_bytes(files: Iterable[Path]) -> int:
+    """Return the size of a lane's segments, by the first that says it; 0 if none does."""
+    for path in files:
+        with contextlib.suppress(ForeignFileError):
+            return read_header(path).geometry.file_bytes
+    return 0
 
 
 def _lock_is_trusted(folder: Path, trust: Trust) -> bool:
@@ -288,14 +297,17 @@ def _lock(folder: Path, trust: Trust) -> int | None:
     try:
         try:
             fd = os.open(folder / LOCK_NAME, flags | os.O_CREAT | os.O_EXCL, 0o600)
-            hand_over(fd, folder)
+            fresh = True
         except FileExistsError:
             fd = os.open(folder / LOCK_NAME, flags)
+            fresh = False
     except OSError as error:
         raise PathUnusableError(
             f"{folder / LOCK_NAME} cannot be opened: {error.strerror}"
         ) from error
     try:
+        if fresh:
+            hand_over(fd, folder)
         fault = trust.file_fault(fd, written=True)
         if fault is not None:
             raise PathUnusableError(f"{folder / LOCK_NAME} cannot be used: {fault}")

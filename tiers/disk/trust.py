@@ -224,8 +224,8 @@ def _hand_over_folder(name: str, parent: int | None) -> None:
 
 def _give(fd: int, like: os.stat_result) -> None:
     if like.st_uid:
-        # In a container root may not, and is the only user that matters.
-        with contextlib.suppress(PermissionError):
+        # In a container root may not, and is the only user that matters; some file systems cannot.
+        with contextlib.suppress(OSError):
             os.fchown(fd, like.st_uid, like.st_gid)
 
 

@@ -23,10 +23,14 @@ import struct
 
 from crc32c import crc32c
 
-from kvstore.tiers.sealing import NONCE_BYTES, TAG_BYTES
+from kvstore.tiers.disk.digest import digest
+from kvstore.tiers.sealing import NONCE_BYTES, SEAL_BYTES, TAG_BYTES, Sealer
 from kvstore.types import MAX_KEY_BYTES
 
-__all__ = ["RECORD_BYTES", "decode", "encode", "seed_of"]
+__all__ = ["NO_KEY", "RECORD_BYTES", "WRONG", "decode", "encode", "fault_of", "seed_of"]
+
+WRONG = "a value is not what was stored under its key"
+NO_KEY = "a value is encrypted with a key that is not known"
 
 RECORD_BYTES = 128
 _MAGIC, _SEALED = b"kvs1", b"kvs2"
@@ -41,9 +45,9 @@ def seed_of(place: str) -> int:
     return seed
 
 
-def encode(key: bytes, length: int, digest: bytes, seed: int) -> bytes:
+def encode(key: bytes, length: int, proof: bytes, seed: int) -> bytes:
     """Encode the record of a payload of `length` bytes with this digest or seal."""
-    tag, nonce = digest[:TAG_BYTES], digest[TAG_BYTES:]
+    tag, nonce = proof[:TAG_BYTES], proof[TAG_BYTES:]
     packed = _PACKED.pack(_SEALED if nonce else _MAGIC, len(key), length, tag, key, nonce)
     return packed + _CRC.pack(crc32c(packed, seed))
 
@@ -55,8 +59,22 @@ def decode(record: bytes, key: bytes, length: int, seed: int) -> bytes | None:
     packed = record[: _PACKED.size]
     if _CRC.unpack(record[_PACKED.size :])[0] != crc32c(packed, seed):
         return None
-    magic, key_length, found, digest, padded, nonce = _PACKED.unpack(packed)
+    magic, key_length, found, tag, padded, nonce = _PACKED.unpack(packed)
     if magic not in (_MAGIC, _SEALED) or found != length or padded[:key_length] != key:
         return None
-    result: bytes = digest + nonce if magic == _SEALED else digest
+    result: bytes = tag + nonce if magic == _SEALED else tag
     return result
+
+
+def fault_of(
+    record: bytes, key: bytes, payload: memoryview, seed: int, sealer: Sealer | None
+) -> str | None:
+    """Return what is wrong with a payload that was read, or None; opens a sealed one in place."""
+    proof = decode(record, key, payload.nbytes, seed)
+    if proof is None:
+        return WRONG
+    if sealer is None:
+        return None if proof == digest(payload) else WRONG
+    if not sealer.has_key(key, proof):
+        return NO_KEY if len(proof) == SEAL_BYTES else WRONG
+    return None if sealer.open(key, 0, proof, payload) else WRONG

@@ -38,9 +38,9 @@ from kvstore.tiers.remote.client import (
 )
 from kvstore.tiers.remote.gate import Gate
 from kvstore.tiers.remote.loop import ClientLoop, two_at_once
-from kvstore.tiers.remote.record import RECORD_BYTES, decode, encode, seed_of
+from kvstore.tiers.remote.record import NO_KEY, RECORD_BYTES, encode, fault_of, seed_of
 from kvstore.tiers.remote.sweeper import MOST_REMOVED, PARTS, Sweeper
-from kvstore.tiers.sealing import SEAL_BYTES, Sealer
+from kvstore.tiers.sealing import Sealer
 from kvstore.types import Changes, RecoveredTier, TierPlace
 
 __all__ = ["StoreTier"]
@@ -77,8 +77,6 @@ BAD_LASTS = 600.0
 """Seconds for which a key with an invalid value counts as missing. Others may replace the value."""
 
 GONE = "the store does not have the chunk"
-WRONG = "a value is not what was stored under its key"
-NO_KEY = "a value is encrypted with a key that is not known"
 
 
 class StoreTier(Tier):
@@ -322,7 +320,8 @@ class StoreTier(Tier):
         errors: list[str | None] = []
         for key, record, payload, chunk in zip(keys, records, payloads, chunks, strict=True):
             if not isinstance(record, str | None):
-                errors.append(self._fault(key, bytes(record), payload))
+                sealer = None if self._coder is None else self._coder.sealer
+                errors.append(fault_of(bytes(record), key, payload, self._seed, sealer))
                 if errors[-1] is None and self._coder is not None:
                     self._coder.decode(chunk)
             else:
@@ -341,18 +340,6 @@ class StoreTier(Tier):
         for _ in range(len(self._bad) - MOST_BAD):
             del self._bad[next(iter(self._bad))]
         return errors
-
-    def _fault(self, key: bytes, record: bytes, payload: memoryview) -> str | None:
-        """What is wrong with a payload that was read, or None; a sealed one is opened in place."""
-        proof = decode(record, key, self._payload_bytes, self._seed)
-        if proof is None:
-            return WRONG
-        sealer = None if self._coder is None else self._coder.sealer
-        if sealer is None:
-            return None if proof == digest(payload) else WRONG
-        if not sealer.has_key(key, proof):
-            return NO_KEY if len(proof) == SEAL_BYTES else WRONG
-        return None if sealer.open(key, 0, proof, payload) else WRONG
 
     async def _write(
         self, coder: Coder | None, keys: Sequence[bytes], chunks: Sequence[memoryview], order: int

@@ -9,6 +9,7 @@ from typing import Any, ClassVar
 import pytest
 
 import kvstore
+from kvstore import plugins
 from kvstore.plugins import register_tier
 from kvstore.tiers.remote import StoreTier
 from kvstore.tiers.remote.record import RECORD_BYTES
@@ -64,7 +65,6 @@ class Client:
         pass
 
 
-@register_tier
 class OwnStore(StoreTier):
     name = "test-own-client"
 
@@ -94,6 +94,8 @@ def opened(**changes: Change) -> Any:
 
 @pytest.fixture(autouse=True)
 def empty(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(plugins._kinds, "classes", dict(plugins._kinds.classes))
+    register_tier(OwnStore)
     monkeypatch.setattr(Client, "values", {})
     monkeypatch.setattr(Client, "changes", {})
 
