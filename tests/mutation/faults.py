@@ -816,12 +816,15 @@ FAULTS = (
         ),
     ),
     *_in(
-        "tiers/remote/tier.py",
+        "tiers/remote/record.py",
         (
             "payloads are not compared with their digests",
             "return None if proof == digest(payload) else WRONG",
             "return None",
         ),
+    ),
+    *_in(
+        "tiers/remote/tier.py",
         (
             "what was encoded for a store is not decoded",
             "                    self._coder.decode(chunk)\n",
