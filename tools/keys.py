@@ -24,6 +24,8 @@ def run_keys(options: argparse.Namespace) -> int:
         KVStoreError: if the file cannot be used, or has no keys of that tenant.
         OSError: if it cannot be written.
     """
+    if str(options.file).startswith("env:"):
+        raise ConfigError(f"{options.file}: give a file: what a variable holds is not changed here")
     # Before it is locked: a person may take long.
     if (options.forget or options.retire) is not None and asks(options):
         keys = _read(options)

@@ -15,6 +15,7 @@ import json
 import os
 import re
 import secrets
+import stat
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field, replace
@@ -466,6 +467,8 @@ def import_bundle(
     # One that is no file shall be told, not waited for.
     fd = os.open(file, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
     try:
+        if not stat.S_ISREG(os.fstat(fd).st_mode):
+            raise KVStoreError(f"{file} is no regular file")
         bundle = _read_header(fd, file)
         folder = Path(path) / bundle.namespace
         done = Imported(bundle.namespace, len(bundle.places))
@@ -480,8 +483,9 @@ def import_bundle(
         sealer = sealer_of(keys, digest)
         batch, looked = max(1, HOST_BYTES // bundle.chunk_bytes // 2), 0
         good: set[bytes] = set()
+        # Before the store is opened, which would be in the newer epoch of a reset in between.
+        epoch = read_epoch(folder)
         with open_sync(config) as store:
-            epoch = read_epoch(folder)
             for names in _batches(list(bundle.places), batch):
                 looked += len(names)
                 # What is damaged there is missed, and stored anew.

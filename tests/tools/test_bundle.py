@@ -561,6 +561,32 @@ def test_what_is_no_bundle_is_refused(tmp_path: Path, content: bytes, what: str)
     assert not (tmp_path / "there").exists()
 
 
+async def test_a_folder_is_no_bundle_and_a_name_that_no_import_takes_is_not_exported(
+    tmp_path: Path,
+) -> None:
+    done = command("import", str(tmp_path), str(tmp_path / "there"))
+    assert (done.returncode, f"{tmp_path} is no regular file" in done.stderr) == (2, True)
+    await fill(tmp_path / "cache", model="one")
+    (folder,) = (tmp_path / "cache").iterdir()
+    odd = folder.rename(folder.with_name("a copy"))
+    done = command("export", str(odd), str(tmp_path / "x"))
+    assert (done.returncode, "namespace name 'a copy': allowed are" in done.stderr) == (2, True)
+    assert not (tmp_path / "x").exists()
+
+
+async def test_a_chunk_that_is_missing_where_a_lane_cannot_be_read_is_told_with_that(
+    tmp_path: Path,
+) -> None:
+    await fill(tmp_path / "cache")
+    (folder,) = (tmp_path / "cache").iterdir()
+    (folder / "lane-1").mkdir(mode=0o700)
+    (folder / "lane-1" / "segment-0.safetensors").write_bytes(b"damaged")
+    for what in (["show", str(folder), "ff"], ["export", str(folder), "x", "--key", "ff"]):
+        done = command(*what)
+        assert done.returncode == 2
+        assert f"ff; {folder}/lane-1/segment-0.safetensors: " in done.stderr
+
+
 async def test_of_several_namespaces_one_has_to_be_named(tmp_path: Path) -> None:
     await fill(tmp_path, model="one")
     await fill(tmp_path, model="two")

@@ -201,6 +201,12 @@ def test_all_of_a_purge_is_all(tmp_path: Path) -> None:
         assert "--all is every chunk" in done.stderr
 
 
+def test_keys_in_a_variable_are_not_changed(tmp_path: Path) -> None:
+    done = command("keys", "env:KEYS", "--add", "*")
+    assert (done.returncode, "give a file" in done.stderr) == (2, True)
+    assert not Path("env:KEYS").exists()
+
+
 def test_who_retires_keys_is_asked(tmp_path: Path) -> None:
     keys = str(tmp_path / "keys.toml")
     for _ in range(2):

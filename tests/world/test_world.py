@@ -241,7 +241,8 @@ def _(patch: pytest.MonkeyPatch) -> None:
     "a store's value is compared with its record", only="rot", often=["net"], shape={"server": True}
 )
 def _(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr("kvstore.tiers.remote.tier.digest", lambda payload: bytes(16))
+    for module in ("tier", "record"):
+        patch.setattr(f"kvstore.tiers.remote.{module}.digest", lambda payload: bytes(16))
 
 
 @without("what was encoded is decoded", shape={"coded": True})

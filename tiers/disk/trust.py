@@ -42,7 +42,8 @@ MAX_LINKS = 40
 """Symbolic links on one way, as the kernel has it."""
 
 WAY_OUT = (
-    "take a path of your own, or set strict_modes = false where all who can write there are trusted"
+    "run as the user whose it is, take a path of your own, or set strict_modes = false (commands: "
+    "--no-strict-modes) where all who can write there are trusted"
 )
 
 _AS_IS = os.O_PATH | os.O_NOFOLLOW | os.O_CLOEXEC
