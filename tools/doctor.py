@@ -21,7 +21,7 @@ from pathlib import Path
 from kvstore.errors import KVStoreError
 from kvstore.maintenance.survey import NamespaceSurvey, survey
 from kvstore.sizes import format_size
-from kvstore.tools.drives import YEARS, Wear, drives_under, read_wear, write_metrics
+from kvstore.tools.drives import YEARS, Wear, wear_under, write_metrics
 from kvstore.tools.output import counted, print_json
 from kvstore.tools.top import STATES, WHOLE, Snapshot, is_url, scrape
 
@@ -102,13 +102,12 @@ def run_doctor(options: argparse.Namespace) -> int:
         findings, waited = diagnose(now), now.get("wait_seconds_sum")
     else:
         findings = examine(Path(options.where))
-        asked = [read_wear(drive) for drive in drives_under(Path(options.where))]
-        drives = [each for each in asked if isinstance(each, Wear)]
+        drives, reasons = wear_under(Path(options.where))
         silent = options.metrics is not None and not drives
         if options.metrics is not None:
             write_metrics(drives, options.metrics)
         if silent:
-            why = "; ".join(map(str, asked)) or "it is on no drive that the system names"
+            why = "; ".join(reasons) or "it is on no drive that the system names"
             print(f"{options.metrics} tells of no drive: {why}", file=sys.stderr)
     if options.json:
         known = [asdict(each) | {"hours_left": each.hours_left} for each in drives]

@@ -113,10 +113,11 @@ def _drives(device: Path) -> Iterator[Path]:
         yield from _drives(part.resolve())
 
 
-def wear_under(folder: Path) -> list[Wear]:
-    """Ask the drives on which `folder` lies for their wear; those that do not tell are left out."""
-    asked = map(read_wear, drives_under(folder))
-    return [each for each in asked if isinstance(each, Wear)]
+def wear_under(folder: Path) -> tuple[list[Wear], list[str]]:
+    """Ask the drives on which `folder` lies for their wear; returns why the others do not tell."""
+    asked = [read_wear(drive) for drive in drives_under(folder)]
+    told = [each for each in asked if isinstance(each, Wear)]
+    return told, [each for each in asked if isinstance(each, str)]
 
 
 def write_metrics(drives: Sequence[Wear], file: Path) -> None:

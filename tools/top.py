@@ -132,7 +132,7 @@ def run_top(options: argparse.Namespace) -> int:
         return found
 
     # Drives tell their wear in whole hundredths: once is enough.
-    drives = [] if from_url else wear_under(Path(options.where))
+    drives = [] if from_url else wear_under(Path(options.where))[0]
     show = tables if from_url else partial(_folders, "\n".join(map(str, drives)))
     console = Console(force_terminal=is_terminal())
     if not console.is_terminal:
