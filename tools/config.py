@@ -28,7 +28,8 @@ from kvstore.observe.recorder import fault_of
 from kvstore.plugins import create_tier
 from kvstore.sizes import format_size
 from kvstore.tiers.disk.format import Geometry
-from kvstore.tiers.disk.namespace import Namespace
+from kvstore.tiers.disk.lane import lane_folders
+from kvstore.tiers.disk.namespace import FILE_NAME, Namespace
 from kvstore.tiers.disk.trust import Trust, open_folder
 from kvstore.tiers.headroom import available_bytes, most_bytes
 from kvstore.tiers.pinned import round_to_page
@@ -239,9 +240,9 @@ def _line(
         text += _chunks(key.name, value, config, tier)
     if isinstance(tier, DiskConfig) and key.name == "path":
         text = "; ".join(_free(path) for path in tier.paths)
-        warning = "; ".join(
-            filter(None, (_unusable(path, tier.strict_modes) for path in tier.paths))
-        )
+        name = config.namespace or "*"
+        faults = (_unusable(path, tier.strict_modes, name) for path in tier.paths)
+        warning = "; ".join(filter(None, faults))
     if isinstance(tier, DiskConfig) and key.name == "capacity_bytes":
         warning = _too_small(tier, config) or _too_large(tier, config)
     if key.name == "cpu_bytes_to_use":
@@ -377,8 +378,8 @@ def _free(path: Path) -> str:
     return f"{'exists' if os.path.exists(path) else 'will be made'}, {format_size(free)} free"
 
 
-def _unusable(path: Path, strict: bool) -> str:
-    """Why no cache can lie there, as far as that can be seen without writing."""
+def _unusable(path: Path, strict: bool, namespace: str = "*") -> str:
+    """Why no cache can lie there, or its namespace not be used, as far as that can be seen."""
     try:
         if stat.S_ISLNK(path.lstat().st_mode):
             return f"{path} is a symbolic link; give the folder itself"
@@ -393,6 +394,9 @@ def _unusable(path: Path, strict: bool) -> str:
         return f"{there} cannot be written to by this user"
     try:
         os.close(open_folder(there, Trust(strict), own=False))
+        for cache in (file.parent for file in path.glob(f"{namespace}/{FILE_NAME}")):
+            for folder in (cache, *(lane for _, lane in lane_folders(cache))):
+                os.close(open_folder(folder, Trust(strict), own=True))
     except OSError as error:  # Of a folder that is not trusted, too.
         return str(error)
     return ""

@@ -17,6 +17,7 @@ from kvstore import plugins
 from kvstore.config import Config
 from kvstore.config.describe import reference, sample
 from kvstore.config.values import without_passwords
+from kvstore.errors import PathUnusableError
 from kvstore.gate import Gate
 from kvstore.tiers.codec import Codec
 from kvstore.tiers.remote.record import RECORD_BYTES
@@ -149,6 +150,26 @@ def test_a_folder_that_others_may_write_to_is_told_before_it_is_refused(
     tier = f'[{{type = "disk", path = "{open_to_all}/kv", capacity_bytes = "1MiB"}}]'
     assert main(["config", "check", written(tmp_path, toml(tmp_path, tiers=tier))]) == 1
     assert "may be written by every user (mode 0777): chmod go-w" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("opened", ["*/lane-0", "*"])
+async def test_a_folder_in_a_cache_that_others_may_write_to_is_told_before_a_server_refuses_it(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], opened: str
+) -> None:
+    values = small(tmp_path / "kv", rows=13, disk=64)
+    values["tiers"][0]["path"] = str(values["tiers"][0]["path"])
+    async with kvstore.open(values):
+        pass
+    file = written(tmp_path, json.dumps(values), "kvstore.json")
+    assert main(["config", "check", file]) == 0
+    [folder] = (tmp_path / "kv").glob(opened)
+    folder.chmod(0o777)
+    with pytest.raises(PathUnusableError, match="chmod go-w"):
+        await kvstore.open(values)
+    assert main(["config", "check", file]) == 1
+    assert f"{folder} may be written by every user (mode 0777): chmod" in capsys.readouterr().out
+    other = written(tmp_path, json.dumps({**values, "namespace": "other"}), "other.json")
+    assert main(["config", "check", other]) == 0
 
 
 @pytest.mark.parametrize(
