@@ -119,11 +119,16 @@ def run_purge(options: argparse.Namespace) -> int:
     return _status(any(one.refused or one.faults for one in done), done)
 
 
+AHEAD_MS = 60_000
+"""How far the clocks of those who share a cache may be apart."""
+
+
 def run_gc(options: argparse.Namespace) -> int:
     """Empty all namespaces but those used last, and those that a process has open.
 
     One that no server would open takes no place among those that are kept. One of which a part
-    cannot be read may have been used later than is known: it is never emptied.
+    cannot be read may have been used later than is known: it is never emptied. Nor is one that was
+    used in the future, as the clock was ahead: of it is not known when.
 
     Returns 1 if a namespace or a lane was refused, or has a fault and is not emptied, 2 if one
     failed.
@@ -136,7 +141,9 @@ def run_gc(options: argparse.Namespace) -> int:
         or (each.unlisted and not each.lanes)
         or not (each.identity or Path(each.path).is_symlink())
     ]
-    found = [each for each in found if each[0] not in unknown]
+    latest = time.time() * 1000 + AHEAD_MS
+    ahead = [each for each, used in found if used > latest and each not in unknown]
+    found = [each for each in found if each[0] not in (*unknown, *ahead)]
     found.sort(key=lambda each: each[1], reverse=True)
     kept = [each for each, used in found if used][: options.keep]
     kept += [each for each, _ in found if each not in kept and _is_open(each)]
@@ -155,6 +162,7 @@ def run_gc(options: argparse.Namespace) -> int:
         each.name: str(each.lost or each.faults[0]) if each.faults else "holds no file of a lane"
         for each in (*unknown, *unread, *foreign)
     }
+    left |= {each.name: "used in the future, by a clock that was ahead" for each in ahead}
     links = [each for each, _ in found if Path(each.path).is_symlink()]
     if not options.json:
         for each, used in found:
@@ -165,7 +173,7 @@ def run_gc(options: argparse.Namespace) -> int:
         for each in kept:
             for fault in each.unlisted:
                 print(f"WRONG {fault}")
-        for each in (*unknown, *unread, *foreign):
+        for each in (*unknown, *unread, *foreign, *ahead):
             print(f"leave {each.name}, {format_size(_file_bytes(each))}: {left[each.name]}")
     if old and asks(options):
         confirm(f"empty {counted(len(old), 'namespace')} in {options.path}?")
@@ -199,7 +207,7 @@ def run_gc(options: argparse.Namespace) -> int:
     done: list[CompactedLane | PurgedLane] = [*forgot, *gave]
     bad = any(one.refused for one in done) or any(one.faults for one in forgot)
     bad = bad or any(one.result.faults for one in gave if one.result)
-    bad = bad or any(each.unlisted for each in kept)
+    bad = bad or bool(ahead) or any(each.unlisted for each in kept)
     return _status(bad or any(each.faults for each in (*unknown, *unread, *foreign)), done)
 
 

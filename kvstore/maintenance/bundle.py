@@ -214,14 +214,20 @@ def _age(place: Place) -> tuple[int, int]:
 
 
 def read_whole(place: Place, sealer: Sealer | None = None) -> tuple[Place, bytes | None]:
-    """The newest copy of a chunk that is whole, and its payload; else the newest, and None."""
+    """The newest copy of a chunk that is whole, and its payload; else the newest, and None.
+
+    One that cannot be checked, for want of its key, is returned if there is no other.
+    """
+    unchecked: tuple[Place, bytes] | None = None
     copy: Place | None = place
     while copy is not None:
         payload = read_chunk(copy, sealer)
         if payload is not None:
-            return copy, payload
+            if copy.proof.checkable(sealer):
+                return copy, payload
+            unchecked = unchecked or (copy, payload)
         copy = copy.older
-    return place, None
+    return unchecked or (place, None)
 
 
 def read_chunk(place: Place, sealer: Sealer | None = None) -> bytes | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import errno
 import json
 import os
@@ -363,6 +364,20 @@ async def test_a_chunk_whose_key_is_not_known_is_not_called_damaged(tmp_path: Pa
     for keys, whole, status in [(secrets, "yes", 0), (others, "not checked: no key", 0)]:
         done = command(*shown, str(keys))
         assert (done.returncode, f"whole      {whole}" in done.stdout) == (status, True), done
+
+
+async def test_of_two_copies_that_is_shown_which_the_keys_open(tmp_path: Path) -> None:
+    secrets = [tmp_path / "keys", tmp_path / "others"]
+    with contextlib.ExitStack() as stores:
+        for number, path in enumerate(secrets):
+            path.write_text(f'"*" = "{bytes([number] * 32).hex()}"\n')
+            path.chmod(0o600)
+            config = settings(tmp_path / "here") | {"encryption_keys": str(path)}
+            store = stores.enter_context(kvstore.open_sync(config))
+            assert store.put([b"key"], [bytes(CHUNK)], durable=True) == 1
+    for path in secrets:
+        done = command("show", str(tmp_path / "here"), b"key".hex(), "--keys", str(path))
+        assert (done.returncode, "whole      yes" in done.stdout) == (0, True), done
 
 
 async def test_a_namespace_is_known_by_its_name_wherever_one_is(

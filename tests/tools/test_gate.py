@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from kvstore.errors import KVStoreError
+from kvstore.errors import ConfigError, KVStoreError
 from kvstore.gate import read_gate
 from kvstore.tools import gate as module
 from kvstore.tools.cli import main
@@ -144,3 +145,9 @@ def test_what_is_beyond_a_limit_is_refused_and_written_down(
     assert gate.beyond == ["differing", "logprob_error"]
     assert set(gate.identity) == {"dtype", "weights", "config.a"}
     assert main([*told, "--most-differing", "1", "--most-error", "2"]) == 0
+
+
+def test_a_pipe_in_the_place_of_a_gate_holds_nobody_up(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "gate")
+    with pytest.raises(ConfigError, match="not a file that kvstore gate has written"):
+        read_gate(tmp_path / "gate")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import time
 from pathlib import Path
 from typing import Any
 
@@ -192,6 +193,23 @@ async def test_gc_empties_nothing_that_may_have_been_used_later_than_it_can_read
     done = command("purge", str(tmp_path), "--namespace", lane.parent.name, "--all")
     assert done.returncode == 1
     assert held(tmp_path)["first"] == 0
+
+
+async def test_gc_empties_nothing_for_a_model_whose_clock_was_ahead(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = time.time_ns
+    with monkeypatch.context() as ahead:
+        ahead.setattr(time, "time_ns", lambda: now() + 86400 * 10**9)
+        async with kvstore.open(model(tmp_path, "early")) as store:
+            await store.put(keys_of("early", 6), payloads(keys_of("early", 6)))
+    await three_models(tmp_path)
+    done = command("gc", str(tmp_path), "--keep", "3", "--json")
+    told = json.loads(done.stdout)
+    assert (done.returncode, told["emptied"], len(told["kept"])) == (1, [], 3)
+    (reason,) = told["left"].values()
+    assert reason == "used in the future, by a clock that was ahead"
+    assert held(tmp_path) == {"early": 6, "first": 6, "second": 6, "third": 6}
 
 
 def test_all_of_a_purge_is_all(tmp_path: Path) -> None:
