@@ -26,6 +26,9 @@ from kvstore.tools.output import age, asks, confirm, counted, print_json, show_p
 
 __all__ = ["run_compact", "run_gc", "run_purge", "run_stat"]
 
+AHEAD_MS = 60_000
+"""How far the clocks of those who share a cache may be apart."""
+
 
 def run_stat(options: argparse.Namespace) -> int:
     """Print the layout of every lane; return 1 if there are faults."""
@@ -119,10 +122,6 @@ def run_purge(options: argparse.Namespace) -> int:
     return _status(any(one.refused or one.faults for one in done), done)
 
 
-AHEAD_MS = 60_000
-"""How far the clocks of those who share a cache may be apart."""
-
-
 def run_gc(options: argparse.Namespace) -> int:
     """Empty all namespaces but those used last, and those that a process has open.
 
@@ -130,8 +129,8 @@ def run_gc(options: argparse.Namespace) -> int:
     cannot be read may have been used later than is known: it is never emptied. Nor is one that was
     used in the future, as the clock was ahead: of it is not known when.
 
-    Returns 1 if a namespace or a lane was refused, or has a fault and is not emptied, 2 if one
-    failed.
+    Returns 1 if a namespace or a lane was refused, was used in the future, or has a fault and is
+    not emptied, 2 if one failed.
     """
     found = [(each, _last_use(each)) for each in namespaces_to_change(options.path)]
     unknown = [
