@@ -13,6 +13,7 @@ have a multiple of 64 numbers.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -69,6 +70,16 @@ class Codec:
     def identity(self, chunk_bytes: int) -> dict[str, Any]:
         """What the identity of a namespace says of chunks of this size that were encoded so."""
         return {"name": CODECS[0], "dtype": self.dtype, "chunk_bytes": chunk_bytes}
+
+    def is_of(self, identity: Mapping[str, Any]) -> bool:
+        """Whether the chunks of a namespace are encoded so."""
+        told = identity.get("codec")
+        size = told.get("chunk_bytes") if isinstance(told, dict) else None
+        return (
+            isinstance(size, int)
+            and told == self.identity(size)
+            and identity.get("chunk_bytes") == self.coded_bytes(size)
+        )
 
     def encode(self, chunk: memoryview, out: memoryview) -> None:
         """Write the encoded chunk to the first bytes of `out`.

@@ -23,8 +23,9 @@ from kvstore.maintenance.bundle import (
 from kvstore.maintenance.payloads import sealer_of
 from kvstore.maintenance.survey import NamespaceSurvey
 from kvstore.sizes import format_size
+from kvstore.tiers.codec import DTYPES as CODED
 from kvstore.tiers.codec import Codec
-from kvstore.tools.output import age, print_json, show_progress
+from kvstore.tools.output import age, print_json, show_progress, tell_unchecked
 from kvstore.types import check_key
 
 __all__ = ["DTYPES", "parse_age", "parse_key", "run_export", "run_import", "run_show"]
@@ -80,6 +81,7 @@ def run_export(options: argparse.Namespace) -> int:
             keys=keys,
             used_since_ms=since,
             replace=options.force,
+            encryption_keys=options.keys,
             progress=show,
         )
     if options.json:
@@ -88,6 +90,7 @@ def run_export(options: argparse.Namespace) -> int:
         for fault in done.faults:
             print(f"WRONG {fault}")
         print(f"{options.file}: {done.chunks} chunks, {format_size(done.bytes)}")
+        tell_unchecked(done.unchecked, options.keys)
     return int(bool(done.faults))
 
 
@@ -147,7 +150,8 @@ def run_show(options: argparse.Namespace) -> int:
     if options.dtype is not None and not checked:
         raise KVStoreError("the chunk is encrypted, with a key that is not known: see --keys")
     if payload is not None and options.dtype is not None:
-        told |= statistics(_decoded(payload, namespace), options.dtype)
+        plain = place.proof.check(payload, sealer) or b""
+        told |= statistics(_decoded(plain, namespace, options.dtype), options.dtype)
     if options.json:
         print_json(told)
         return int(checked and payload is None)
@@ -159,19 +163,27 @@ def run_show(options: argparse.Namespace) -> int:
     for name, value in told.items():
         print(f"{name.removesuffix('_ms'):<{width}}  {value}")
     if checked and payload is None:
-        print("WRONG payload does not match its digest, or cannot be read")
+        print(f"WRONG payload does not match its {place.proof.name}, or cannot be read")
     return int(checked and payload is None)
 
 
-def _decoded(payload: bytes, namespace: NamespaceSurvey) -> bytes:
-    """The chunk of a payload, which may be encoded."""
-    codec = (namespace.identity or {}).get("codec")
-    if not isinstance(codec, dict):
+def _decoded(payload: bytes, namespace: NamespaceSurvey, dtype: str) -> bytes:
+    """The chunk of a payload, which may be encoded.
+
+    Raises:
+        KVStoreError: if it is, from other numbers than `dtype`.
+    """
+    identity = namespace.identity or {}
+    # What else has this name is the operator's own.
+    found = next((each for each in map(Codec, CODED) if each.is_of(identity)), None)
+    if found is None or len(payload) != identity["chunk_bytes"]:
         return payload
-    size = int(codec["chunk_bytes"])
+    if found.dtype != dtype:
+        raise KVStoreError(f"--dtype {dtype}: the chunk is encoded, {found}: say {found.dtype}")
+    size = identity["codec"]["chunk_bytes"]
     memory = memoryview(bytearray(max(size, len(payload))))
     memory[: len(payload)] = payload
-    Codec(codec["dtype"]).decode(memory, size)
+    found.decode(memory, size)
     return bytes(memory[:size])
 
 

@@ -289,6 +289,7 @@ def _export(command: argparse.ArgumentParser) -> None:
     )
     command.add_argument("--used", metavar="AGE", help="only chunks used within 36h, 7d, ...")
     command.add_argument("--force", action="store_true", help="replace the file if it exists")
+    _keys(command)
     command.add_argument("--json", action="store_true", help="print JSON")
     command.set_defaults(run=run_export)
 

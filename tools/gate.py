@@ -189,8 +189,10 @@ def _prompts(path: Path) -> list[Any]:
     """Read the prompts of a file: in each line a text, or token ids as JSON."""
     try:
         lines = path.read_text().splitlines()
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"{path}: cannot be read ({error})") from error
+    except OSError as error:
+        raise ConfigError(f"--prompts {path}: cannot be read ({error.strerror})") from error
+    except ValueError as error:
+        raise ConfigError(f"--prompts {path}: cannot be read ({error})") from error
     found: list[Any] = []
     for line in filter(None, map(str.strip, lines)):
         try:

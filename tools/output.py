@@ -34,6 +34,7 @@ __all__ = [
     "print_table",
     "show_progress",
     "shows_progress",
+    "tell_unchecked",
     "whole_number",
 ]
 
@@ -54,6 +55,17 @@ def is_terminal() -> bool:
 def print_json(report: Mapping[str, Any]) -> None:
     """Print a report for programs: an object that begins with its `version`."""
     print(json.dumps({"version": JSON_VERSION, **report}, indent=2, allow_nan=False))
+
+
+def tell_unchecked(chunks: int, keys: str | None) -> None:
+    """Say how many chunks were read and not checked; `keys` is what was given with --keys."""
+    if chunks and keys is None:
+        print(f"{counted(chunks, 'chunk')} encrypted: read, but not checked; see --keys")
+    elif chunks:
+        print(
+            f"{counted(chunks, 'chunk')} encrypted with keys that {keys} does not have: read, but "
+            "not checked; a server with these keys does not find them"
+        )
 
 
 def print_table(

@@ -8,7 +8,7 @@ import dataclasses
 from kvstore.maintenance.survey import Fault, Progress
 from kvstore.maintenance.survey import verify as verify_path
 from kvstore.sizes import format_size
-from kvstore.tools.output import counted, print_json, show_progress
+from kvstore.tools.output import counted, print_json, show_progress, tell_unchecked
 
 __all__ = ["verify"]
 
@@ -39,13 +39,5 @@ def verify(options: argparse.Namespace) -> int:
             f"{counted(progress.chunks, 'chunk')}, {format_size(progress.done_bytes)} read, "
             f"{counted(len(faults), 'fault')}"
         )
-        if progress.unchecked:
-            unchecked = counted(progress.unchecked, "chunk")
-            if options.keys is None:
-                print(f"{unchecked} encrypted: read, but not checked; see --keys")
-            else:
-                print(
-                    f"{unchecked} encrypted with keys that {options.keys} does not have: read, but "
-                    "not checked; a server with these keys does not find them"
-                )
+        tell_unchecked(progress.unchecked, options.keys)
     return 1 if faults else 0

@@ -64,6 +64,8 @@ MAX_HEADER = 100 * 2**20
 
 NO_KEY = "payload is encrypted with a key that is not known"
 
+NOT_READ = "payload cannot be read"
+
 LEFT_SECONDS = 3600.0
 """A temporary file that was not written to for so long is one of a process that was killed."""
 
@@ -99,10 +101,16 @@ class Place:
 
 @dataclass
 class Exported:
-    """What was written; `faults` are chunks that were left out."""
+    """What was written.
+
+    Attributes:
+        unchecked: those of `chunks` that are encrypted with keys that are not known.
+        faults: chunks that were left out.
+    """
 
     chunks: int = 0
     bytes: int = 0
+    unchecked: int = 0
     faults: list[Fault] = field(default_factory=list)
 
 
@@ -216,7 +224,8 @@ def _age(place: Place) -> tuple[int, int]:
 def read_whole(place: Place, sealer: Sealer | None = None) -> tuple[Place, bytes | None]:
     """The newest copy of a chunk that is whole, and its payload; else the newest, and None.
 
-    One that cannot be checked, for want of its key, is returned if there is no other.
+    The payload is as it lies there: encrypted, if it is. A copy that cannot be checked, for want of
+    its key, is returned if there is no other.
     """
     unchecked: tuple[Place, bytes] | None = None
     copy: Place | None = place
@@ -231,9 +240,9 @@ def read_whole(place: Place, sealer: Sealer | None = None) -> tuple[Place, bytes
 
 
 def read_chunk(place: Place, sealer: Sealer | None = None) -> bytes | None:
-    """The payload of a chunk, or None if it is not what its record says.
+    """The payload of a chunk as it lies there, or None if it is not what its record says.
 
-    That of a chunk that is encrypted with a key that is not known is returned as it is.
+    Of one that is encrypted with a key that is not known, only the size is looked at.
     """
     try:
         fd = os.open(place.path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK)
@@ -245,7 +254,7 @@ def read_chunk(place: Place, sealer: Sealer | None = None) -> bytes | None:
         os.close(fd)
     if not place.proof.checkable(sealer):
         return payload if len(payload) == place.size else None
-    return place.proof.check(payload, sealer)
+    return None if place.proof.check(payload, sealer) is None else payload
 
 
 # -- export ----------------------------------------------------------------------------------
@@ -258,6 +267,7 @@ def export_bundle(
     keys: Collection[bytes] | None = None,
     used_since_ms: float = 0,
     replace: bool = False,
+    encryption_keys: str | None = None,
     progress: Progress = lambda done, total: None,
 ) -> Exported:
     """Write the chunks of a namespace, or those of `keys`, to a bundle; also beside a server.
@@ -269,8 +279,11 @@ def export_bundle(
 
     Args:
         used_since_ms: only chunks stored or read since then, in ms since 1970.
+        encryption_keys: where the keys are by which encrypted chunks are checked. They stay
+            encrypted. Without its key a chunk is taken as it is.
 
     Raises:
+        ConfigError: if the keys cannot be used.
         KVStoreError: if there is no one namespace at `path` that can be opened, if a key is not
             there, if the file exists and shall not be replaced, or is none of its own, if there are
             too many chunks for one bundle, if none is whole, or if there is a reset meanwhile.
@@ -313,7 +326,8 @@ def export_bundle(
     try:
         fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
         with os.fdopen(fd, "wb") as out:
-            done = _write(out, namespace, found, room, progress)
+            sealer = sealer_of(encryption_keys, namespace.digest)
+            done = _write(out, namespace, found, room, sealer, progress)
         if read_epoch(folder) != namespace.epoch:
             raise KVStoreError(f"{path} was reset meanwhile, so these chunks may be wrong")
         os.rename(temporary, file)
@@ -341,6 +355,7 @@ def _write(
     namespace: NamespaceSurvey,
     found: dict[bytes, Place],
     room: int,
+    sealer: Sealer | None,
     progress: Progress,
 ) -> Exported:
     done = Exported(faults=list(namespace.faults))
@@ -351,21 +366,23 @@ def _write(
     for keys in _batches(list(found), size):
         payloads: dict[bytes, bytes | None] = {}
         for key in keys:
-            found[key], payloads[key] = read_whole(found[key])
+            found[key], payloads[key] = read_whole(found[key], sealer)
         kept = _still_there([found[key] for key in keys])
         for key, payload in payloads.items():
             place = found[key]
+            checked = place.proof.checkable(sealer)
             # A payload that a server replaces meanwhile is no fault, and without its key nothing
             # tells whether it is the one that belongs to the record.
-            if key not in kept and (payload is None or place.proof.sealed):
+            if key not in kept and (payload is None or not checked):
                 continue
             if payload is None:
-                what = "payload does not match its digest"
+                what = f"payload does not match its {place.proof.name}" if checked else NOT_READ
                 done.faults.append(Fault(str(place.path), place.slot, what, key.hex()))
                 continue
             out.write(payload)
             good[key] = place
             done.chunks += 1
+            done.unchecked += not checked
             done.bytes += len(payload)
             progress(done.bytes, total)
     if not good:
@@ -487,6 +504,8 @@ def import_bundle(
         config = _config(bundle, path, capacity_bytes, keys, strict_modes)
         digest = Namespace(bundle.namespace, bundle.identity).digest
         sealer = sealer_of(keys, digest)
+        if not any(proof.checkable(sealer) for _, proof in bundle.places.values()):
+            raise KVStoreError(f"{file}: its chunks are encrypted with keys that {keys} has not")
         batch, looked = max(1, HOST_BYTES // bundle.chunk_bytes // 2), 0
         good: set[bytes] = set()
         # Before the store is opened, which would be in the newer epoch of a reset in between.
@@ -506,8 +525,7 @@ def import_bundle(
                     payload = proof.check(read_payload(fd, offset, bundle.chunk_bytes), sealer)
                     if payload is None:
                         known = proof.checkable(sealer)
-                        proves = "seal" if proof.sealed else "digest"
-                        what = f"payload does not match its {proves}" if known else NO_KEY
+                        what = f"payload does not match its {proof.name}" if known else NO_KEY
                         done.faults.append(Fault(str(file), None, what, key.hex()))
                     else:
                         right[key] = payload

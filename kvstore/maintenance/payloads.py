@@ -37,6 +37,11 @@ class Proof:
         """Whether the payload is encrypted."""
         return len(self.value) == SEAL_BYTES
 
+    @property
+    def name(self) -> str:
+        """What `value` is called."""
+        return "seal" if self.sealed else "digest"
+
     def checkable(self, sealer: Sealer | None) -> bool:
         """Whether the payload can be checked: not without the key that it is encrypted with."""
         return not self.sealed or (sealer is not None and sealer.has_key(self.key, self.value))
@@ -112,6 +117,6 @@ def payload_fault(
         return f"truncated: only {done} of {size} bytes exist"
     if opens:
         good = proof.check(sealed, sealer) is not None
-        return None if good else "payload does not match its seal"
-    good = proof.sealed or hashed.digest() == proof.value
-    return None if good else "payload does not match its digest"
+    else:
+        good = proof.sealed or hashed.digest() == proof.value
+    return None if good else f"payload does not match its {proof.name}"

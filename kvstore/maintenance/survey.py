@@ -60,7 +60,7 @@ class SegmentSurvey:
     many of the chunks were read at all, `used_ms` when one that counts was last stored or read.
     `outdated` of the `live` chunks are from before a reset: of none of the `epochs` of their
     namespace, so that nobody finds them. `epoch` is the newest of all, 0 when there are none.
-    `key_ids` counts encrypted chunks by the id of the key.
+    `key_ids` counts encrypted chunks that somebody may find by the id of the key.
     """
 
     path: str
@@ -383,7 +383,7 @@ def _segment(path: Path, namespace: NamespaceSurvey) -> tuple[SegmentSurvey, lis
     faults += [Fault(str(path), slot, "damaged record") for slot in damaged]
     stored = live.records["stored_ms"]
     count = len(live.slots)
-    found = live.of_epoch(*epochs).records
+    found = live.of_epoch(*epochs)
     return SegmentSurvey(
         path=str(path),
         file_bytes=size,
@@ -397,10 +397,10 @@ def _segment(path: Path, namespace: NamespaceSurvey) -> tuple[SegmentSurvey, lis
         newest_ms=int(stored.max()) if count else 0,
         reads=int(live.records["reads"].sum()) if count else 0,
         epoch=int(live.records["epoch"].max()) if count else 0,
-        outdated=count - len(found),
+        outdated=count - len(found.slots),
         reused=int((live.records["reads"] > 0).sum()),
-        used_ms=int(max(found[name].max(initial=0) for name in ("stored_ms", "read_ms"))),
-        key_ids=dict(Counter(live.key_ids())) if geometry.sealed else {},
+        used_ms=int(max(found.records[name].max(initial=0) for name in ("stored_ms", "read_ms"))),
+        key_ids=dict(Counter(found.key_ids())) if geometry.sealed else {},
     ), faults
 
 

@@ -301,9 +301,9 @@ async def test_a_bundle_stays_encrypted_and_is_imported_with_the_keys(
     assert await held(there, keys_file, ALICE + BOB) == ALICE
     stranger = tmp_path / "stranger.toml"
     assert command("keys", str(stranger), "--add", "*").returncode == 0
-    wrong = import_bundle(file, tmp_path / "elsewhere", keys=str(stranger))
-    assert wrong.stored == 0
-    assert len(wrong.faults) == len(ALICE)
+    with pytest.raises(KVStoreError, match="encrypted with keys that .*stranger.toml has not"):
+        import_bundle(file, tmp_path / "elsewhere", keys=str(stranger))
+    assert not (tmp_path / "elsewhere").exists()
     plain = tmp_path / "plain"
     async with kvstore.open(small(plain, disk=64)) as store:
         await store.put(KEYS[:4], payloads(KEYS[:4]), durable=True)

@@ -20,6 +20,7 @@ from safetensors.numpy import load_file
 
 import kvstore
 from kvstore.errors import KVStoreError, PathUnusableError
+from kvstore.gate import Gate
 from kvstore.maintenance import bundle, survey
 from kvstore.maintenance.bundle import (
     export_bundle,
@@ -380,6 +381,47 @@ async def test_of_two_copies_that_is_shown_which_the_keys_open(tmp_path: Path) -
         assert (done.returncode, "whole      yes" in done.stdout) == (0, True), done
 
 
+async def test_with_keys_an_export_takes_the_copy_that_is_whole(tmp_path: Path) -> None:
+    secrets, others = tmp_path / "keys", tmp_path / "others"
+    for number, path in enumerate((secrets, others)):
+        path.write_text(f'"*" = "{bytes([number] * 32).hex()}"\n')
+        path.chmod(0o600)
+    here, file, key = tmp_path / "here", tmp_path / "bundle", b"key"
+    config = settings(here) | {"encryption_keys": str(secrets)}
+    with kvstore.open_sync(config) as one, kvstore.open_sync(config) as two:
+        for store in (one, two):
+            assert store.put([key], [bytes(CHUNK)], durable=True) == 1
+    namespace = the_namespace(here)
+    newest = places_of(namespace)[key]
+    with newest.path.open("r+b") as segment:
+        segment.seek(newest.offset)
+        segment.write(b"damage")
+    export = ["export", str(here), str(file), "--force"]
+    for given, told in [
+        ([], "1 chunk encrypted: read, but not checked; see --keys"),
+        (["--keys", str(others)], f"1 chunk encrypted with keys that {others} does not have"),
+    ]:
+        done = command(*export, *given)
+        assert (done.returncode, told in done.stdout) == (0, True), done
+        assert json.loads(command(*export, *given, "--json").stdout)["unchecked"] == 1
+        # Nobody could tell, and the importer does.
+        assert len(import_bundle(file, tmp_path / "there", keys=str(secrets)).faults) == 1
+    with pytest.raises(KVStoreError, match="encrypted with keys that .*others has not"):
+        import_bundle(file, tmp_path / "nowhere", keys=str(others))
+    assert not (tmp_path / "nowhere").exists()
+    done = command(*export, "--keys", str(secrets))
+    assert (done.returncode, "encrypted" in done.stdout) == (0, False), done
+    told_in = import_bundle(file, tmp_path / "there", keys=str(secrets))
+    assert (told_in.faults, told_in.stored) == ([], 1)
+    second = newest.older
+    assert second is not None
+    with second.path.open("r+b") as segment:
+        segment.seek(second.offset)
+        segment.write(b"damage")
+    with pytest.raises(KVStoreError, match="holds no whole chunk to export"):
+        export_bundle(here, file, replace=True, encryption_keys=str(secrets))
+
+
 async def test_a_namespace_is_known_by_its_name_wherever_one_is(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -647,6 +689,25 @@ async def test_a_chunk_is_shown_with_its_numbers(tmp_path: Path) -> None:
     assert "holds no chunk 00" in lost.stderr
     for wrong in ("xyz", ""):
         assert "must be the key in hex" in command("show", str(tmp_path), wrong).stderr or not wrong
+
+
+def test_numbers_are_shown_decoded_if_a_codec_of_ours_encoded_them(tmp_path: Path) -> None:
+    gate = tmp_path / "gate"
+    Gate("int8", "bfloat16", {}, {}).write(gate)
+    ones = [bytes.fromhex("803f") * (CHUNK // 2)]
+    with kvstore.open_sync(settings(tmp_path / "coded") | {"disk_codec": str(gate)}) as store:
+        assert store.put([b"key"], ones, durable=True) == 1
+    own = settings(tmp_path / "own")
+    own["identity"] = {"codec": {"name": "int8", "dtype": "bfloat16", "by": "a friend"}}
+    with kvstore.open_sync(own) as store:
+        assert store.put([b"key"], ones, durable=True) == 1
+    for cache in ("coded", "own"):
+        shown = ["show", str(tmp_path / cache), b"key".hex(), "--json", "--dtype"]
+        told = json.loads(command(*shown, "bfloat16").stdout)
+        assert (told["values"], told["min"], told["max"]) == (CHUNK // 2, 1, 1)
+        done = command(*shown, "float16")
+        assert done.returncode == (2 if cache == "coded" else 0), done
+        assert ("encoded, int8 of bfloat16: say bfloat16" in done.stderr) == (cache == "coded")
 
 
 @pytest.mark.parametrize("sealed", [False, True])
