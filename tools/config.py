@@ -17,7 +17,7 @@ from urllib.parse import unquote, urlsplit
 
 import attrs
 
-from kvstore.assembly import key_ring, names_added, rows_for, spans_of
+from kvstore.assembly import key_ring, names_added, namespace_of, rows_for, spans_of
 from kvstore.config import Config, DiskConfig, TierConfig, read_environment, read_toml
 from kvstore.config.describe import Key, json_schema, keys_of, reference, sample, shown_value
 from kvstore.config.values import without_passwords
@@ -49,14 +49,12 @@ VLLM_KEYS = CONNECTOR_KEYS | {
 }
 """Keys of vLLM's ``kv_connector_extra_config`` that are not of the configuration."""
 
-
 VLLM_NAMES: Mapping[str, Sequence[str | None]] = {
     "kv_connector": ("KVStoreConnector", "OffloadingConnector"),
     "kv_connector_module_path": ("kvstore.vllm", None),
     "kv_role": ("kv_both", "kv_producer", "kv_consumer"),
 }
 """What vLLM is told beside these."""
-
 
 OTHERS_NAMES = ("kvstore", "adapter_params")
 """Below what SGLang, and LMCache, have a configuration."""
@@ -222,6 +220,15 @@ def _missing(file: Path | None, config: Config) -> Iterator[Line]:
             getattr(config, f"given_{key}")
         except ConfigError as error:
             yield Line(key, "none", False, warning=str(error))
+    with contextlib.suppress(ConfigError):  # What is wrong with a codec is told of its own key.
+        size = config.given_chunk_bytes
+        ours = namespace_of(config, size, round_to_page(size), "", config.given_identity)
+        for folder in (path / ours.name for _, path in _disks(config)):
+            try:
+                if os.path.lexists(folder / FILE_NAME):
+                    ours.match(folder)
+            except KVStoreError as error:
+                yield Line("namespace", ours.name, True, warning=str(error))
 
 
 def _line(
@@ -402,6 +409,12 @@ def _unusable(path: Path, strict: bool, namespace: str = "*") -> str:
     return ""
 
 
+def _disks(config: Config) -> Iterator[tuple[DiskConfig, Path]]:
+    return (
+        (one, path) for one in config.tiers if isinstance(one, DiskConfig) for path in one.paths
+    )
+
+
 def _held(path: Path) -> int:
     """Bytes of the segments below a folder, as far as they are there still."""
     held = 0
@@ -429,11 +442,10 @@ def _too_small(tier: DiskConfig, config: Config) -> str:
 def _too_large(tier: DiskConfig, config: Config) -> str:
     """Say that the files of all tiers will not fit on a drive of this one, if so."""
     wanted, held = Counter[int](), Counter[int]()
-    for each in (each for each in config.tiers if isinstance(each, DiskConfig)):
-        for path in each.paths:
-            drive = _existing(path).stat().st_dev
-            wanted[drive] += each.capacity_bytes // len(each.paths)
-            held[drive] += _held(path)
+    for each, path in _disks(config):
+        drive = _existing(path).stat().st_dev
+        wanted[drive] += each.capacity_bytes // len(each.paths)
+        held[drive] += _held(path)
     for path in tier.paths:
         drive, free = _existing(path).stat().st_dev, shutil.disk_usage(_existing(path)).free
         if wanted[drive] > free + held[drive]:

@@ -14,7 +14,7 @@ import pytest
 
 import kvstore
 from kvstore import plugins
-from kvstore.config import Config
+from kvstore.config import Config, read_toml
 from kvstore.config.describe import reference, sample
 from kvstore.config.values import without_passwords
 from kvstore.errors import PathUnusableError
@@ -260,6 +260,25 @@ def test_what_no_recording_is_written_to_is_told(
     told = toml(tmp_path, record_trace=f'"{path}"')
     assert main(["config", "check", written(tmp_path, told)]) == 1
     assert "WRONG record_trace: " in capsys.readouterr().out
+
+
+def test_a_cache_of_the_same_name_that_is_of_another_model_is_told(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def check(**more: str) -> int:
+        tier = f'[{{type = "disk", path = "{tmp_path}/kv", capacity_bytes = "64MiB"}}]'
+        told = toml(tmp_path, tiers=tier, namespace='"ours"', **more)
+        return main(["config", "check", written(tmp_path, told)])
+
+    assert check() == 0
+    kvstore.open_sync(read_toml(tmp_path / "kvstore.toml")).close()
+    assert check() == 0
+    capsys.readouterr()
+    assert check(identity='{model = "another"}') == 1
+    told = capsys.readouterr().out
+    assert "WRONG namespace: " in told
+    assert "model is None there and 'another' here" in told
+    assert check(chunk_bytes="8192") == 1
 
 
 def test_a_store_is_checked_with_its_codec(

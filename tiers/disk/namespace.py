@@ -92,13 +92,22 @@ class Namespace:
             if not os.path.lexists(file):
                 # A process that cannot see this one's pid has removed it as a leftover.
                 self._publish(file, told)
+        self.match(folder, trust)
+        return folder
+
+    def match(self, folder: Path, trust: Trust = ANYBODYS) -> None:
+        """Make sure that `folder` is this namespace.
+
+        Raises:
+            NamespaceMismatchError: if it belongs to another identity.
+            ForeignFileError, PathUnusableError: as `read_namespace`.
+        """
         found = read_namespace(folder, trust)
         if found.get("digest") != self.digest or found.get("identity") != _plain(self.identity):
             raise NamespaceMismatchError(
                 f"{folder} belongs to another namespace: {_difference(found, self.identity)}. "
                 "Choose another path or namespace name, or remove the folder"
             )
-        return folder
 
     @staticmethod
     def _publish(file: Path, told: Mapping[str, Any]) -> None:
