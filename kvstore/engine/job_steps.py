@@ -9,8 +9,7 @@ from collections.abc import Sequence
 from kvstore.assembly import open_tiers, spans_of
 from kvstore.config import Config
 from kvstore.core import TierStats
-from kvstore.core.jobs import JobEnd
-from kvstore.core.tier_only import Jobs
+from kvstore.core.tier_only import Job, Jobs
 from kvstore.engine.engine import EngineThread
 from kvstore.engine.scheduler_steps import IDLE_STEP_SECONDS, WAIT_SECONDS
 from kvstore.observe.logs import warn_with
@@ -100,7 +99,7 @@ class JobRunner:
         """End a request, which hands over no more jobs."""
         self._jobs.finished(request)
 
-    def poll(self) -> list[JobEnd]:
+    def poll(self) -> list[Job]:
         """Make a step; returns the jobs that have ended since the last call."""
         self._jobs.poll(time.monotonic(), self._engine.take())
         return self._jobs.take_ended()

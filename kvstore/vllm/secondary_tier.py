@@ -51,7 +51,7 @@ from vllm.v1.kv_offload.tiering.base import JobResult, SecondaryTierManager, Tra
 from kvstore.assembly import namespace_of
 from kvstore.config import Config, DiskConfig
 from kvstore.core import CoreStats, Flow
-from kvstore.core.jobs import JobEnd
+from kvstore.core.tier_only import Job
 from kvstore.engine.job_steps import JobRunner
 from kvstore.errors import ConfigError, KVStoreError
 from kvstore.tiers.lent import LentRegion
@@ -343,7 +343,7 @@ class KVStoreTier(SecondaryTierManager):
         """Return the keys under which the chunks of a request are kept."""
         return list(keys) if self._adapters is None else self._adapters.named(keys, req_context)
 
-    def _result(self, end: JobEnd) -> JobResult:
+    def _result(self, end: Job) -> JobResult:
         names = self._names.pop(end.number, {})
         return JobResult(
             end.number,

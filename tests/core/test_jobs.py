@@ -8,9 +8,8 @@ from collections.abc import Sequence
 import pytest
 
 from kvstore.core import OwnedTier, PeerTier
-from kvstore.core.jobs import STORE_SHARE, JobEnd
 from kvstore.core.residency.base import TierView
-from kvstore.core.tier_only import Jobs
+from kvstore.core.tier_only import STORE_SHARE, Job, Jobs
 from kvstore.policies import create_policy
 from kvstore.policies.registry import policy_names
 from kvstore.types import NO_MOVE, Changes, Completion, LogLine, Move, Op, RecoveredTier
@@ -47,7 +46,7 @@ class Bench:
         self.jobs = Jobs(tiers, rows, deadline=1.0, max_wait=10.0, events=True, log=self._log)
         self.now = 100.0
         self.moves: list[Move] = []
-        self.ended: list[JobEnd] = []
+        self.ended: list[Job] = []
         self._done: list[Completion] = []
         self.jobs.poll(self.now)
 
@@ -80,7 +79,7 @@ class Bench:
             self.step()
         assert not self.moves
 
-    def only_end(self) -> JobEnd:
+    def only_end(self) -> Job:
         (end,) = self.ended
         self.ended = []
         return end

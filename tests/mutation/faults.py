@@ -117,16 +117,16 @@ FAULTS = (
         ),
     ),
     *_in(
-        "kvstore/core/jobs.py",
+        "kvstore/core/tier_only.py",
         (
             "a job that was refused ends as whole",
-            "            job.lack()\n",
-            "",
+            "            job.whole = False\n            target.count",
+            "            target.count",
         ),
         (
             "a chunk that was not written counts as stored",
-            "            if ok:\n                job.stored()",
-            "            if True:\n                job.stored()",
+            "self._storing.pop(key)\n            self._chunk_ended(job, ok, now)",
+            "self._storing.pop(key)\n            self._chunk_ended(job, True, now)",
         ),
     ),
     *_in(
