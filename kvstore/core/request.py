@@ -28,7 +28,7 @@ from dataclasses import dataclass, field
 
 from kvstore.core.hints import Hints
 
-__all__ = ["MOST_REQUESTS", "Chain", "Loaded", "Request", "RequestState", "Requests"]
+__all__ = ["MOST_REQUESTS", "Chain", "Request", "RequestState", "Requests"]
 
 MOST_LOOKED_AT = 1024
 """Most requests that one search for an old one passes over."""
@@ -69,33 +69,6 @@ class Chain:
         self.prompts, self.ends = prompts, ends
 
 
-class Loaded:
-    """Keys that a request has loaded, kept until the policies were told (`told`).
-
-    Attributes:
-        host_keys: keys used in host memory. tier_keys: keys used on tiers.
-    """
-
-    __slots__ = ("host_keys", "tier_keys", "told")
-
-    def __init__(self, host_keys: list[bytes], tier_keys: list[bytes]) -> None:
-        self.host_keys, self.tier_keys, self.told = host_keys, tier_keys, False
-
-    def tell(self) -> tuple[list[bytes], list[bytes]]:
-        """Return all keys, for the caller to tell the policies."""
-        self.told = True
-        return self.host_keys, self.tier_keys
-
-    def tell_tail(self, most: int) -> tuple[list[bytes], list[bytes]]:
-        """Take the last `most` keys of tiers, and those of host memory among them."""
-        head = len(self.tier_keys) - most
-        tail = frozenset(self.tier_keys[head:])
-        later = [key for key in self.host_keys if key not in tail]
-        told = self.host_keys[len(later) :], self.tier_keys[head:]
-        self.host_keys, self.tier_keys = later, self.tier_keys[:head]
-        return told
-
-
 @dataclass(slots=True, eq=False, repr=False)
 class Request:
     """Keys asked for and used, leases held, transfers running, clocks.
@@ -133,7 +106,6 @@ class Request:
         chain: the keys it has used, or None.
         ended: the keys it had used when it ended, while chunks of it are being written.
         storing: number of its chunks that the device is writing.
-        loaded: the keys it has loaded, until the policies were told.
         named: keys that it has loaded or offered, in that order, if its hints speak of them.
         hints: what its server knows about its future, or None.
     """
@@ -170,7 +142,6 @@ class Request:
     chain: Chain | None = None
     ended: Chain | None = None
     storing: int = 0
-    loaded: Loaded | None = None
     hints: Hints | None = None
     named: dict[bytes, None] = field(default_factory=dict)
 
@@ -310,10 +281,6 @@ class Request:
     def store(self, chunks: int) -> None:
         """Add to the number of its chunks that are being written; may be negative."""
         self.storing += chunks
-
-    def load(self, loaded: Loaded | None) -> None:
-        """Set the loaded keys that the policies were not told of yet."""
-        self.loaded = loaded
 
     def link(self, keys: int) -> None:
         """Set how many of its keys the policies know as a chain."""

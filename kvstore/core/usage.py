@@ -16,14 +16,14 @@ only asked so far, `MAX_ASKED` keys are kept.
 from __future__ import annotations
 
 import itertools
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import Callable, Collection, Mapping, Sequence
 from operator import methodcaller
 
 from kvstore.core.chunk import READY
 from kvstore.core.eviction import Victims
 from kvstore.core.host import HostPool
-from kvstore.core.request import Chain, Loaded, Request, Requests
+from kvstore.core.request import Chain, Request, Requests
 from kvstore.core.residency.base import TierView
 from kvstore.core.step_budget import Budget
 from kvstore.policies.admission import AdmissionFilter
@@ -61,9 +61,8 @@ class Uses:
         self._victims = victims
         self._budget = budget
         self._exclusive = [tier for tier in tiers if tier.flow is Flow.EXCLUSIVE]
-        # Loaded keys of requests, oldest first; some of them told by now.
-        self._loaded: deque[Loaded] = deque()
-        self._untold = 0
+        # What requests have loaded, oldest first: keys in host memory, keys on tiers.
+        self._loaded: OrderedDict[Request, tuple[list[bytes], list[bytes]]] = OrderedDict()
         # Keys used on tiers, of prompts that host memory's policy was told of.
         self._due: deque[tuple[TierView, list[bytes]]] = deque()
         self._due_keys = 0
@@ -71,7 +70,7 @@ class Uses:
 
     def __bool__(self) -> bool:
         """Whether there are uses that the policies were not told of."""
-        return bool(self._untold or self._due)
+        return bool(self._loaded or self._due)
 
     @property
     def due(self) -> bool:
@@ -81,36 +80,19 @@ class Uses:
     def loaded(self, request: Request, host_keys: list[bytes], tier_keys: list[bytes]) -> None:
         """Note keys that the request has used, to be told as one prompt with its store, if any."""
         self.end(request)
-        loaded = Loaded(host_keys, tier_keys)
-        request.load(loaded)
-        self._loaded.append(loaded)
-        self._untold += 1
-        if len(self._loaded) > 2 * self._untold + MOST_UNTOLD:
-            # Most of them were told behind one that was not.
-            self._loaded = deque(one for one in self._loaded if not one.told)
-        if self._untold > MOST_UNTOLD:
+        self._loaded[request] = host_keys, tier_keys
+        if len(self._loaded) > MOST_UNTOLD:
             self.tell_all()
 
     def take(self, request: Request) -> tuple[list[bytes], list[bytes]]:
         """Take the request's uses that were not told yet, for the caller to tell the policies."""
-        loaded = request.loaded
-        if loaded is None:
-            return [], []
-        request.load(None)
-        if loaded.told:
-            return [], []
-        self._untold -= 1
-        taken = loaded.tell()
-        while self._loaded and self._loaded[0].told:
-            self._loaded.popleft()
-        return taken
+        return self._loaded.pop(request, ([], []))
 
     def end(self, request: Request) -> None:
         """Tell the policies what the request has used."""
-        if request.loaded is not None:
-            host_keys, tier_keys = self.take(request)
-            if tier_keys:
-                self.tell(host_keys, tier_keys)
+        host_keys, tier_keys = self.take(request)
+        if tier_keys:
+            self.tell(host_keys, tier_keys)
 
     def tell_host(self, host_keys: Collection[bytes], tier_keys: Sequence[bytes]) -> None:
         """Do as `tell`, but tell the policies of tiers as steps allow."""
@@ -127,37 +109,33 @@ class Uses:
         """Tell the policies every use so far."""
         self._tell_due(self._due_keys)
         while self._loaded:
-            loaded = self._loaded.popleft()
-            if not loaded.told:
-                self._untold -= 1
-                self.tell(*loaded.tell())
+            _, (host_keys, tier_keys) = self._loaded.popitem(last=False)
+            self.tell(host_keys, tier_keys)
 
     def tell_some(self) -> None:
         """Tell the policies as many uses as this step may, tail first for each prompt."""
-        untold = self._loaded
-        if not untold and not self._due:
+        if not self:
             return
-        many = self._due_keys + sum(len(one.tier_keys) for one in untold if not one.told)
+        many = self._due_keys + sum(len(tier_keys) for _, tier_keys in self._loaded.values())
         left = self._budget.told
         most = max(left, many // 8 if left > 0 else 0)
         if self._due and most > 0:
             told = self._tell_due(most)
             most -= told
             self._budget.tell(told)
-        while untold and most > 0:
-            loaded = untold[0]
-            if loaded.told:
-                untold.popleft()
-                continue
-            count = len(loaded.tier_keys)
+        while self._loaded and most > 0:
+            request, (host_keys, tier_keys) = next(iter(self._loaded.items()))
+            count = len(tier_keys)
             if count > most:
                 # Its rest stays first in the queue.
                 count = most
-                self.tell(*loaded.tell_tail(most))
+                rest, tail = tier_keys[:-most], tier_keys[-most:]
+                among = frozenset(tail)
+                later = [key for key in host_keys if key not in among]
+                self._loaded[request] = later, rest
+                self.tell(host_keys[len(later) :], tail)
             else:
-                untold.popleft()
-                self._untold -= 1
-                self.tell(*loaded.tell())
+                self.tell(*self.take(request))
             most -= count
             self._budget.tell(count)
 
@@ -201,7 +179,6 @@ class Uses:
     def reset(self) -> None:
         """Forget uses that were not told."""
         self._loaded.clear()
-        self._untold = 0
         self._due.clear()
         self._due_keys = 0
         self.told = self.queued

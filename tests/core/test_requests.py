@@ -321,7 +321,7 @@ def test_of_requests_that_have_ended_nothing_is_left(
         rig.step(0.05)
     core = rig.core
     assert not core._requests
-    assert (core._chains._keys, core._chains._asked_keys, core._uses._untold) == (0, 0, 0)
+    assert (core._chains._keys, core._chains._asked_keys, len(core._uses._loaded)) == (0, 0, 0)
     assert (core._pool.busy, core._stores._waiting, core._hinted, core.illegal) == (0, 0, 0, 0)
 
 
