@@ -86,8 +86,7 @@ class Request:
         newest: highest `order` of the chunks it waited for.
         asked: when it last asked. asked_step: the step of its last lookup.
         deferring: it got "ask again" in this step, and begins to wait when the step ends.
-        store_deferred: when its last store was deferred, to be offered again; or None.
-        admitted: until then, what the admission filter has said of each key of it.
+        store_deferred: its last store was deferred, to be offered again.
         needs_rows: whether some keys that are not granted have no row yet.
         waits_for: the tier whose limit of promotions under way holds it up, or -1.
         awaits_answer: a store is being asked about the first key that is not granted.
@@ -125,8 +124,7 @@ class Request:
     asked: float = 0.0
     asked_step: int = -1
     deferring: bool = False
-    store_deferred: float | None = None
-    admitted: dict[bytes, bool] = field(default_factory=dict)
+    store_deferred: bool = False
     waits_for: int = -1
     awaits_answer: bool = False
     answer_by: float = math.inf
@@ -154,8 +152,7 @@ class Request:
             and self.position is None
             and self.hints is None
             and not (self.keys or self.loading or self.storing or self.counted or self.leases)
-            and self.store_deferred is None
-            and not (self.deferring or self.put_off or self.queued)
+            and not (self.store_deferred or self.deferring or self.put_off or self.queued)
         )
 
     @property
@@ -188,9 +185,9 @@ class Request:
         """Forget the keys it has asked for."""
         self.keys = []
 
-    def defer_store(self, when: float | None, admitted: dict[bytes, bool] | None = None) -> None:
-        """Note when its last store was deferred; None: no store of it is deferred."""
-        self.store_deferred, self.admitted = when, admitted or {}
+    def defer_store(self, deferred: bool) -> None:
+        """Set whether its last store was deferred."""
+        self.store_deferred = deferred
 
     def enqueue(self, keys: Iterable[bytes]) -> None:
         """Begin to be queued in the server, with these keys in prompt order."""

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import operator
 from bisect import bisect_left
-from collections import Counter, deque
+from collections import Counter, OrderedDict
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -27,9 +27,6 @@ __all__ = ["StoreGrant", "Stores"]
 LOADED_WITHIN = 0.25
 """Seconds in which chunks that a request has waited for are loaded, if they are, although the same
 request waits to store others."""
-
-MOST_REPEATED = 64
-"""Deferrals that are kept of requests that were deferred again, at least."""
 
 
 @dataclass(slots=True)
@@ -104,10 +101,9 @@ class Stores:
         self._uses = uses
         self._cascades = cascades
         self._budget = budget
-        # Requests whose last store was deferred, and when that was, oldest first.
-        self._deferred: deque[tuple[Request, float]] = deque()
-        # How many of them were not offered again since.
-        self._waiting = 0
+        # Requests whose last store was deferred, oldest first: when that was, and what the
+        # admission filter has said of each key so far.
+        self._deferred: OrderedDict[Request, tuple[float, dict[bytes, bool]]] = OrderedDict()
         self.by_tenant: Counter[str] = Counter()
         self.stored = self.deferred = self.refused = self.declined = self.stray = 0
 
@@ -117,7 +113,7 @@ class Stores:
         request = self._requests.open(request_id)
         if request.queued:
             request.leave_queue()
-        again = request.store_deferred is not None
+        again = request.store_deferred
         # A store that is offered again leaves alone what was looked up since: a caller that does
         # both at once would give up chunks for one and want them back for the other without end.
         silent = now - max(request.asked, request.moved) > LOADED_WITHIN
@@ -132,7 +128,7 @@ class Stores:
         answers: dict[bytes, bool] = {}
         if new and pool.admission is not None:
             # To admit may spend a budget, which a store that is offered again has paid.
-            told = request.admitted
+            told = self._deferred[request][1] if again else {}
             unasked = [key for key in new if key not in told]
             said = pool.admission.admit(unasked, now) if unasked else []
             answers = {**told, **dict(zip(unasked, said, strict=True))}
@@ -215,36 +211,27 @@ class Stores:
 
     def expire(self, now: float) -> None:
         """Forget stores that were deferred and never offered again."""
-        deferred = self._deferred
-        while deferred:
-            request, since = deferred[0]
-            if _is_deferred(request, since):
-                if now - since < FORGET_AFTER * self._queue.lease:
-                    break
-                self.forget_deferred(request)
-                self._requests.drop_if_idle(request)
-            deferred.popleft()
+        while self._deferred:
+            request, (since, _) = next(iter(self._deferred.items()))
+            if now - since < FORGET_AFTER * self._queue.lease:
+                break
+            self.forget_deferred(request)
+            self._requests.drop_if_idle(request)
 
     def forget_deferred(self, request: Request) -> None:
         """Stop waiting for the deferred store of the request."""
-        if request.store_deferred is not None:
-            self._waiting -= 1
-            request.defer_store(None)
+        self._deferred.pop(request, None)
+        request.defer_store(False)
 
     def reset(self) -> None:
         """Forget every store that was deferred."""
         self._deferred.clear()
-        self._waiting = 0
 
     def _defer(self, request: Request, now: float, answers: dict[bytes, bool]) -> None:
-        again = request.store_deferred is not None
-        self._waiting += not again
-        self.deferred += not again
-        request.defer_store(now, answers)
-        self._deferred.append((request, now))
-        if len(self._deferred) > 2 * self._waiting + MOST_REPEATED:
-            # Most of them were offered again since.
-            self._deferred = deque(each for each in self._deferred if _is_deferred(*each))
+        self.deferred += not request.store_deferred
+        self._deferred[request] = now, answers
+        self._deferred.move_to_end(request)
+        request.defer_store(True)
 
     # -- entering --------------------------------------------------------------------------
 
@@ -490,11 +477,6 @@ class Entrance:
             else:
                 entering[key] = None
         return dict.fromkeys(sorted(entering, key=position_of.__getitem__, reverse=True))
-
-
-def _is_deferred(request: Request, since: float) -> bool:
-    """Whether the store of the request was deferred then, and not since."""
-    return request.store_deferred == since
 
 
 def _fills_a_hole(

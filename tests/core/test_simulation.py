@@ -416,7 +416,7 @@ def _(patch: pytest.MonkeyPatch) -> None:
     def forgetful(self: Core, keys: Any, request_id: str) -> Any:
         request = self._requests.get(request_id)
         if request is not None:
-            request.store_deferred = None
+            self._stores.forget_deferred(request)
         return prepare_store(self, keys, request_id)
 
     patch.setattr(Core, "prepare_store", forgetful)

@@ -132,7 +132,7 @@ def test_a_store_that_was_deferred_gets_everything_once_the_room_is_there() -> N
     grant = rig.core.prepare_store(keys, "w")
     assert grant is not None
     assert grant.keys == keys
-    assert rig.core._requests["w"].store_deferred is None
+    assert rig.core._requests["w"].store_deferred is False
 
 
 def test_a_store_offered_again_leaves_what_its_request_waits_for_meanwhile() -> None:
