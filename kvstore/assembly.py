@@ -324,7 +324,7 @@ def open_tiers(
                 said.insert(0, str(tier_config.eviction_policy))
                 said += [*map(str, tier_config.admission), f"{found} chunks found"]
             if isinstance(view, OwnedTier) and isinstance(tier_config, DiskConfig):
-                view.compact_at(tier_config.compaction_rate / size)
+                view.compactor.set_rate(tier_config.compaction_rate / size)
             parts.append(f"{_label(views)}: {', '.join([tier.description, *said])}")
     return views, parts
 

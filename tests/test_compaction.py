@@ -191,7 +191,7 @@ async def test_each_tier_keeps_to_its_own_rate(tmp_path: Path) -> None:
     told = config(tmp_path / "fast", compaction_rate="1MiB")
     told["tiers"] += config(tmp_path / "still", compaction_rate=0)["tiers"]
     async with kvstore.open(told) as store:
-        rates = {tier.name: tier.compaction_rate for tier in store._core.owned}
+        rates = {tier.name: tier.compactor.rate for tier in store._core.owned}
     assert rates[f"disk:{tmp_path / 'fast'}"] == 2**20 / CHUNK
     assert rates[f"disk:{tmp_path / 'still'}"] == 0
 

@@ -494,7 +494,7 @@ class Store:
         self._driver.check()
         rate = check_size("bytes_per_second", bytes_per_second)
         for tier in self._core.owned:
-            tier.compact_at(rate / self._region.row_bytes)
+            tier.compactor.set_rate(rate / self._region.row_bytes)
         self._keep_up()
 
     def release(self, request: str) -> None:
@@ -840,7 +840,7 @@ class Store:
 
     def _stop_upkeep(self) -> None:
         for tier in self._core.owned:
-            tier.compact_at(0.0)
+            tier.compactor.set_rate(0.0)
         if self._upkeep is not None:
             self._upkeep.cancel()
             self._upkeep = None

@@ -107,7 +107,7 @@ class Commands:
         stats, rates, left = await self._acting(
             lambda core, now: (
                 core.stats(),
-                {t.number: round(t.compaction_rate * self._slot_bytes(t)) for t in core.owned},
+                {t.number: round(t.compactor.rate * self._slot_bytes(t)) for t in core.owned},
                 core.changing,
             )
         )
@@ -336,7 +336,7 @@ class Commands:
 
             def prepare(core: Core) -> Callable[[], None]:
                 (tier,) = (tier for tier in core.owned if tier.number == number)
-                return partial(tier.compact_at, rate / self._slot_bytes(tier))
+                return partial(tier.compactor.set_rate, rate / self._slot_bytes(tier))
 
             changes.append((f"{where}: compaction of {rate} bytes per second", prepare))
         capacity: int | None = None

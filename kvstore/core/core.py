@@ -372,8 +372,7 @@ class Core(CoreSteps):
     @property
     def needs_steps(self) -> bool:
         """Whether compaction or a change goes on only if steps are made."""
-        rates = any(tier.compaction_rate for tier in self.owned)
-        return rates or self.changing > 0
+        return any(tier.compactor.rate for tier in self.owned) or self.changing > 0
 
     @property
     def unrecorded(self) -> bool:

@@ -139,7 +139,7 @@ def _lay_out(
     batch = max(1, BATCH_BYTES // tier.geometry.slot_bytes)
     recovered = replace(recovered, relocation_chunks=batch)
     view = OwnedTier(0, recovered, create_policy("fifo", max(1, len(order))), batch)
-    view.compact_at(batch)
+    view.compactor.set_rate(batch)
     view.compactor.lay_out(order)
     # No rate limit is needed offline: allow a batch for each simulated second.
     now = 0.0
@@ -149,7 +149,7 @@ def _lay_out(
         if move is None:
             continue
         completion = _make(engine, move)
-        view.compacted(move, completion, now, False)
+        view.upkeep_ended(move, completion, now, False)
         lost = _lost(tier, move, completion)
         done.faults += lost
         done.dropped += len(lost)

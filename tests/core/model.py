@@ -279,7 +279,7 @@ class World:
             )
             policy = policy_of(self.policy, slots)
             directory = OwnedTier(index, opening, policy, self.in_flight, flow=self.flow)
-            directory.compact_at(1000.0 * self.relocation)
+            directory.compactor.set_rate(1000.0 * self.relocation)
             # What is used first is written down at once, the rest after a minute.
             directory.index.recency._noted = -NOTE_SECONDS
             if not self.changes:
@@ -1216,7 +1216,7 @@ class World:
             self.moody.calm = True
         for tier in core.owned:
             # A segment that cannot be emptied is tried again for ever.
-            tier.compact_at(0.0)
+            tier.compactor.set_rate(0.0)
         for copy in list(self.late):
             self.land(copy)
         for client in list(self.clients.values()):

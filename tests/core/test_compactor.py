@@ -22,7 +22,7 @@ def sparse(rate: float = 1000.0, segments: int = 4, live: int = 2, **options: An
     """A tier of `segments`, of which each holds `live` chunks."""
     rig = Rig(rows=8, segment_slots=SLOTS, segments=segments, relocation_chunks=4, **options)
     tier = rig.owned()
-    tier.compact_at(rate)
+    tier.compactor.set_rate(rate)
     for segment in range(segments):
         first = segment * SLOTS
         tier.slots._stripe_of(first).withdraw(segment)
@@ -212,7 +212,7 @@ def test_a_chunk_that_has_rotted_is_forgotten_and_does_not_hold_it_up() -> None:
 def laid_out(rig: Rig, order: Sequence[bytes], failed: Any = (), rotten: Any = ()) -> Compactor:
     """Lay the first tier of the rig out anew, beside the core; moves end at once."""
     tier = rig.owned()
-    compactor = Compactor(0, tier.index, tier.slots, 3)
+    compactor = Compactor(0, tier.index, tier.slots, 3, tier.count)
     compactor.set_rate(3)
     compactor.lay_out(order)
     now = 0.0
@@ -329,7 +329,7 @@ def test_a_reset_in_its_midst_leaves_every_slot_free(op: Op) -> None:
             rig.ended.append(Completion(move.id, [True] * len(move.keys), found=its))
     (move,) = rig.moves
     rig.core.reset()
-    tier.compact_at(0.0)
+    tier.compactor.set_rate(0.0)
     rig.end(move)
     for _ in range(10):
         for move in rig.step(0.1):

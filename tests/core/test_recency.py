@@ -62,7 +62,7 @@ def test_many_uses_are_written_down_by_one_small_move_after_the_other(
 def test_uses_are_written_down_where_compaction_is_on_but_not_during_its_moves() -> None:
     keys = chain("a", 4)
     rig = Rig(rows=16, on=[keys], segment_slots=8, segments=4, relocation_chunks=4, note_chunks=64)
-    rig.owned().compact_at(1000.0)
+    rig.owned().compactor.set_rate(1000.0)
     use(rig, keys)
     moves: list[Move] = []
     for _ in range(100):

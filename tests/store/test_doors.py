@@ -140,19 +140,19 @@ async def test_buffers_may_come_from_a_generator(open_store: Open) -> None:
 async def test_a_rate_may_be_a_text(open_store: Open, rate: Any) -> None:
     async with open_store(disk=16) as store:
         store.compact(rate)
-        assert store._core.owned[0].compaction_rate > 0
+        assert store._core.owned[0].compactor.rate > 0
         store.compact("0")
-        assert store._core.owned[0].compaction_rate == 0
+        assert store._core.owned[0].compactor.rate == 0
 
 
 @pytest.mark.parametrize("wrong", ["fast", "50 parsecs", None, -1, 0.5, [1], True])
 async def test_what_is_no_rate_is_refused(open_store: Open, wrong: Any) -> None:
     async with open_store(disk=16, rows=8) as store:
         store.compact("1MiB")
-        before = store._core.owned[0].compaction_rate
+        before = store._core.owned[0].compactor.rate
         with pytest.raises(ConfigError, match="bytes_per_second = "):
             store.compact(wrong)
-        assert store._core.owned[0].compaction_rate == before
+        assert store._core.owned[0].compactor.rate == before
         assert store._upkeep is not None
 
 

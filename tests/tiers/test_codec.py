@@ -346,7 +346,7 @@ async def test_compaction_copies_as_many_bytes_in_a_second_as_it_may(
         told = config(tmp_path / name, its)
         told["tiers"][0]["compaction_rate"] = "1MiB"
         async with kvstore.open(told) as store:
-            rates[name] = store._core.owned[0].compaction_rate
+            rates[name] = store._core.owned[0].compactor.rate
     slots = {"encoded": round_to_page(Codec.coded_bytes(CHUNK)), "plain": CHUNK}
     assert rates == {name: 2**20 / size for name, size in slots.items()}
 

@@ -58,14 +58,15 @@ class Compactor:
     """Plans the compaction moves of one tier. At most one of them is under way.
 
     Attributes:
+        rate: chunks that may be copied in a second; 0 without compaction.
+        moving: whether one of its moves is under way.
         relocated: chunks copied within the tier. removed_segments: segments given back.
         unrewritten: segments of the last `rewrite` that were left as they were.
 
     Args:
         tier: the number of the tier.
         batch: most chunks that one move may copy; 0 if the tier cannot copy.
-        evict: evicts so many chunks of the tier.
-        drop: forgets chunks whose records are damaged.
+        count: adds to a counter of the tier.
     """
 
     def __init__(
@@ -74,16 +75,15 @@ class Compactor:
         index: Index,
         slots: Slots,
         batch: int,
-        evict: Callable[[int], None] = lambda count: None,
-        drop: Callable[[Sequence[bytes]], None] = lambda keys: None,
+        count: Callable[[str, int], None],
     ) -> None:
         self._tier = tier
         self._index = index
         self._slots = slots
         self._batch = batch
-        self._evict = evict
-        self._drop = drop
-        self._rate = 0.0
+        self._count = count
+        self.rate = 0.0
+        self.moving = False
         self.relocated = 0
         self.removed_segments = 0
         self._victim = -1
@@ -107,7 +107,6 @@ class Compactor:
         self._tries: Counter[int] = Counter()
         self.unrewritten = 0
         self._rewriting = False
-        self._under_way = False
         self._allowance = 0.0
         self._counted: float | None = None
         self._copying = Breaker(FAILURE_PAUSE)
@@ -115,21 +114,11 @@ class Compactor:
     @property
     def idle(self) -> bool:
         """Whether compaction is off and no segment is being emptied."""
-        return not (self._rate or self._slots.surplus or self._rewrites) and self._victim < 0
-
-    @property
-    def moving(self) -> bool:
-        """Whether one of its moves is under way."""
-        return self._under_way
-
-    @property
-    def rate(self) -> float:
-        """Chunks that may be copied in a second; 0 without compaction."""
-        return self._rate
+        return not (self.rate or self._slots.surplus or self._rewrites) and self._victim < 0
 
     def set_rate(self, chunks_per_second: float) -> None:
-        """Set how many chunks may be copied in a second; 0 ends compaction."""
-        self._rate = chunks_per_second
+        """Set `rate`."""
+        self.rate = chunks_per_second
 
     @property
     def rewrites(self) -> int:
@@ -184,9 +173,9 @@ class Compactor:
         """
         elapsed = now - self._counted if self._counted is not None else 0.0
         self._counted = now
-        if self._under_way:
+        if self.moving:
             return None
-        rate, surplus = self._rate if self._batch else 0.0, self._shrinks
+        rate, surplus = self.rate if self._batch else 0.0, self._shrinks
         if not surplus:
             self._failures.clear()
         while self._rewrites and not self._slots.has(self._rewrites[0]):
@@ -212,7 +201,7 @@ class Compactor:
             move = self._begin(self._worth_emptying(surplus))
         else:
             move = self._begin_next(self._groups)
-        self._under_way = move is not None
+        self.moving = move is not None
         return move
 
     @property
@@ -221,7 +210,7 @@ class Compactor:
 
     def ended(self, move: Move, completion: Completion, now: float) -> None:
         """Take in the end of a move of `due`."""
-        self._under_way = False
+        self.moving = False
         if move.op is Op.LIST:
             self._pending = deque(completion.found)
         elif move.op is Op.RELOCATE:
@@ -241,7 +230,7 @@ class Compactor:
     def reset(self) -> None:
         """Forget everything, as every segment is being cleared."""
         self._end()
-        self._under_way = False
+        self.moving = False
         self._groups, self._settled = None, set()
         self._stuck.clear()
         self._failures.clear()
@@ -366,7 +355,8 @@ class Compactor:
             for key in self._unlisted
             if index.entries.get(key, -1) // size == victim and key not in index.reading
         ]
-        self._drop(gone)
+        self._slots.give(self._index.forget(gone))
+        self._count("corrupt", len(gone))
         return None
 
     def _fill(self, filling: deque[bytes]) -> Move | None:
@@ -450,7 +440,7 @@ class Compactor:
             if short <= 0 or len(entries) == before:
                 return left
             before = len(entries)
-            self._evict(short)
+            self._slots.give(self._index.evict(short, ()))
             targets += self._slots.take(short)
 
     def _give_up(self, now: float) -> None:

@@ -56,8 +56,7 @@ class OwnedTier(CopyTarget):
             self.index,
             self.slots,
             recovered.relocation_chunks,
-            self._evict,
-            self._drop_damaged,
+            self.count,
         )
 
     @property
@@ -190,15 +189,6 @@ class OwnedTier(CopyTarget):
         """Whether uses of chunks are still to be recorded."""
         return self.index.recency.pending and self.health.alive
 
-    def growth_ended(self, segments: Sequence[int], now: float, overtaken: bool) -> None:
-        """Take in the end of a growth move, which made these segments ready."""
-        if overtaken:
-            self.slots.growth_overtaken(segments)
-        else:
-            self.slots.growth_ended(segments, now)
-            if segments:
-                self.index.keep_pinned(self.index.most_pinned)
-
     def clear_ended(self, segments: Iterable[int], error: str | None, now: float) -> None:
         super().clear_ended(segments, error, now)
         if error is None:
@@ -221,22 +211,6 @@ class OwnedTier(CopyTarget):
         """Number of segments that are to be emptied."""
         return self.slots.surplus + self.compactor.rewrites
 
-    def _evict(self, count: int) -> None:
-        self.slots.give(self.index.evict(count, ()))
-
-    def _drop_damaged(self, keys: Sequence[bytes]) -> None:
-        self.forget(keys)
-        self.count("corrupt", len(keys))
-
-    @property
-    def compaction_rate(self) -> float:
-        """Chunks that compaction may copy in a second; 0 without compaction."""
-        return self.compactor.rate
-
-    def compact_at(self, chunks_per_second: float) -> None:
-        """Set `compaction_rate`."""
-        self.compactor.set_rate(chunks_per_second)
-
     def upkeep_ended(self, move: Move, completion: Completion, now: float, overtaken: bool) -> bool:
         """Take in the end of a move of `due` or `compaction`, which a reset may have overtaken.
 
@@ -244,22 +218,23 @@ class OwnedTier(CopyTarget):
             False if it is a move of another kind.
         """
         if move.op is Op.GROW:
-            self.growth_ended(completion.segments, now, overtaken)
+            if overtaken:
+                self.slots.growth_overtaken(completion.segments)
+            else:
+                self.slots.growth_ended(completion.segments, now)
+                if completion.segments:
+                    self.index.keep_pinned(self.index.most_pinned)
         elif move.op is Op.NOTE:
             if not overtaken:
                 self.index.recency.ended()
         elif move.op in (Op.LIST, Op.RELOCATE, Op.SHRINK):
-            self.compacted(move, completion, now, overtaken)
+            if not overtaken:
+                self.compactor.ended(move, completion, now)
+            elif move.op is Op.SHRINK and completion.error is None:
+                self.slots.segment_removed(move.segment)
         else:
             return False
         return True
-
-    def compacted(self, move: Move, completion: Completion, now: float, overtaken: bool) -> None:
-        """Take in the end of a compaction move, which a reset may have overtaken."""
-        if not overtaken:
-            self.compactor.ended(move, completion, now)
-        elif move.op is Op.SHRINK and completion.error is None:
-            self.slots.segment_removed(move.segment)
 
     # -- moves and health ----------------------------------------------------------------
 
