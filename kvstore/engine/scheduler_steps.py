@@ -8,7 +8,6 @@ once: a call of the scheduler waits for a step of upkeep, a few microseconds; up
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import functools
 import inspect
 import logging
@@ -17,6 +16,7 @@ import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Collection
+from concurrent.futures import Future
 from typing import Any, TypeVar
 
 from kvstore.assembly import Assembly
@@ -82,7 +82,7 @@ class Stepper:
         self.began = self._ended = 0.0
         self.on_begin: Callable[[float], None] = lambda now: None
         self._closed = False
-        self._calls: deque[_Call] = deque()
+        self._calls: deque[tuple[Callable[[Core, float], Any], Future[Any]]] = deque()
         if self.core.tiers or not steady or assembly.control is not None:
             self.engine.repeat(weakref.WeakMethod(self._go_on_while_idle))
 
@@ -113,19 +113,19 @@ class Stepper:
         Raises:
             KVStoreError: if the store is closed.
         """
-        one = _Call(call, asyncio.get_running_loop().create_future())
-        self._calls.append(one)
+        answering: Future[_T] = Future()
+        answer = asyncio.wrap_future(answering)
+        self._calls.append((call, answering))
         try:
-            while not one.answer.done():
+            while not answer.done():
                 if self._closed:
                     raise KVStoreError("the store is closed")
                 self._act_between_steps()
-                await asyncio.wait({one.answer}, timeout=ACT_SECONDS)
+                await asyncio.wait({answer}, timeout=ACT_SECONDS)
         except BaseException:
-            one.answer.cancel()
+            answer.cancel()
             raise
-        answer: _T = one.answer.result()
-        return answer
+        return answer.result()
 
     def _act_between_steps(self) -> None:
         if not self.turn.acquire(blocking=False):
@@ -141,9 +141,13 @@ class Stepper:
             self.turn.release()
 
     def _make_call(self, now: float) -> None:
-        one = self._calls.popleft()
-        if not one.answer.cancelled():
-            one.make(self.core, now)
+        call, answer = self._calls.popleft()
+        if not answer.set_running_or_notify_cancel():
+            return
+        try:
+            answer.set_result(call(self.core, now))
+        except Exception as error:
+            answer.set_exception(error)
 
     def renew(self) -> None:
         """End the step and begin another."""
@@ -238,34 +242,6 @@ class Stepper:
         if self.begun:
             return self.ends_told or now - self.began < IDLE_SECONDS
         return now - self._ended < IDLE_SECONDS
-
-
-class _Call:
-    """A call on the core that waits for its turn, and the future of its answer."""
-
-    def __init__(self, call: Callable[[Core, float], Any], answer: asyncio.Future[Any]) -> None:
-        self._call = call
-        self.answer = answer
-
-    def make(self, core: Core, now: float) -> None:
-        """Make the call, in the thread of whoever has the turn."""
-        told: Any = None
-        raised: Exception | None = None
-        try:
-            told = self._call(core, now)
-        except Exception as error:
-            raised = error
-        with contextlib.suppress(RuntimeError):
-            # Once the loop is closed nobody waits.
-            self.answer.get_loop().call_soon_threadsafe(self._tell, told, raised)
-
-    def _tell(self, told: Any, raised: Exception | None) -> None:
-        if self.answer.done():
-            return
-        if raised is None:
-            self.answer.set_result(told)
-        else:
-            self.answer.set_exception(raised)
 
 
 def _engine_over(assembly: Assembly) -> EngineThread:
