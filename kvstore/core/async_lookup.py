@@ -7,7 +7,8 @@ from collections.abc import Collection, Container, Sequence
 
 from kvstore.core.host import HostPool
 from kvstore.core.request import Request
-from kvstore.core.residency.base import Store, TierView
+from kvstore.core.residency.base import TierView
+from kvstore.core.residency.remote import AskedTier
 from kvstore.core.wait_queue import WaitQueue
 
 __all__ = ["MOST_KEYS", "Question", "Questions"]
@@ -18,7 +19,7 @@ MOST_KEYS = 256
 MOST_AHEAD = 256
 """Most keys of a question that no request waits for; there is one at a time."""
 
-Question = tuple[Store, list[bytes], str]
+Question = tuple[AskedTier, list[bytes], str]
 """A store, the keys that it is asked about, and the request that they are for."""
 
 

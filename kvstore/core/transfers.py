@@ -20,7 +20,8 @@ from kvstore.core.host import HostPool
 from kvstore.core.pins import Pins
 from kvstore.core.removal import Removals
 from kvstore.core.reports import Spans
-from kvstore.core.residency.base import CopyTarget, Store, TierView
+from kvstore.core.residency.base import CopyTarget, TierView
+from kvstore.core.residency.remote import AskedTier
 from kvstore.core.wait_queue import WaitQueue
 from kvstore.types import NO_MOVE, Completion, LogLine, Move, Op
 
@@ -129,7 +130,7 @@ class Transfers:
                 moves.append(self._hand_out(compaction, tier, now))
         return moves
 
-    def ask(self, store: Store, keys: Sequence[bytes], request: str, now: float) -> Move:
+    def ask(self, store: AskedTier, keys: Sequence[bytes], request: str, now: float) -> Move:
         """Return the move that asks a store for these keys, for a request."""
         return self._hand_out(store.ask(keys, now), store, now, request)
 

@@ -17,17 +17,17 @@ from kvstore.core.chunk import Chunk
 from kvstore.core.residency.breaker import Breaker
 from kvstore.core.residency.health import Health, InFlight
 from kvstore.core.residency.index import Index
-from kvstore.core.residency.remote_answers import Answers, Patience
 from kvstore.core.residency.slots import RETRY_PAUSE
 from kvstore.core.statistics import TierStats
 from kvstore.policies.admission import AdmissionFilter
 from kvstore.policies.base import EvictionPolicy, Protected
-from kvstore.types import Changes, Completion, Flow, LogLine, Move, Op, RecoveredTier
+from kvstore.types import Changes, Flow, LogLine, Move, Op, RecoveredTier
 
 if TYPE_CHECKING:
     from kvstore.core.residency.owned import OwnedTier
+    from kvstore.core.residency.remote import AskedTier
 
-__all__ = ["CopyTarget", "Store", "TierView", "Unordered"]
+__all__ = ["CopyTarget", "TierView", "Unordered"]
 
 
 class TierView(ABC):
@@ -78,7 +78,7 @@ class TierView(ABC):
         return None
 
     @property
-    def store(self) -> Store | None:
+    def store(self) -> AskedTier | None:
         """The tier itself if it has to be asked what it holds."""
         return None
 
@@ -296,39 +296,6 @@ class CopyTarget(TierView):
     def close(self) -> None:
         super().close()
         self._queues.clear()
-
-
-class Store(CopyTarget):
-    """A tier that has to be asked what it holds.
-
-    Attributes:
-        answers: its answers, and the questions under way.
-        patience: how long an answer is worth waiting for.
-    """
-
-    answers: Answers
-    patience: Patience
-
-    @property
-    def store(self) -> Store:
-        return self
-
-    @property
-    @abstractmethod
-    def worth_asking(self) -> bool:
-        """Whether to ask it and to wait for its answers."""
-
-    @abstractmethod
-    def unknown(self, key: bytes) -> bool:
-        """Whether it is not known if it has the chunk."""
-
-    @abstractmethod
-    def ask(self, keys: Sequence[bytes], now: float) -> Move:
-        """Return the move that asks whether it has these, without its number."""
-
-    @abstractmethod
-    def ended(self, move: Move, completion: Completion, now: float) -> LogLine | None:
-        """Take in the end of a question or promotion; returns a log line, if there is one."""
 
 
 class Unordered(EvictionPolicy):

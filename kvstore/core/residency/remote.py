@@ -8,7 +8,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 
-from kvstore.core.residency.base import Store, Unordered
+from kvstore.core.residency.base import CopyTarget, Unordered
 from kvstore.core.residency.index import Index
 from kvstore.core.residency.remote_answers import Answers, Patience
 from kvstore.core.statistics import TierStats
@@ -23,11 +23,15 @@ NOWHERE = 0
 _NO_DEVICE = (0,)
 
 
-class AskedTier(Store):
+class AskedTier(CopyTarget):
     """A store as a tier; `entries` are the keys that it is known to have.
 
     An answer may be out of date: then the promotion fails, which is a miss. Clearing the
     store means to ignore everything stored so far: other hosts go on using it.
+
+    Attributes:
+        answers: its answers, and the questions under way.
+        patience: how long an answer is worth waiting for.
     """
 
     def __init__(
@@ -49,21 +53,29 @@ class AskedTier(Store):
         self._now = 0.0
         self._failed: list[bytes] = []  # a key of the last call that failed
 
+    @property
+    def store(self) -> AskedTier:
+        return self
+
     # -- questions -----------------------------------------------------------------------
 
     @property
     def worth_asking(self) -> bool:
+        """Whether to ask it and to wait for its answers."""
         return self.health.readable and not self.clearing
 
     def unknown(self, key: bytes) -> bool:
+        """Whether it is not known if it has the chunk."""
         return key not in self.entries and not self.answers.is_absent(key, self._now)
 
     def ask(self, keys: Sequence[bytes], now: float) -> Move:
+        """Return the move that asks whether it has these, without its number."""
         self.answers.ask(keys, now)
         self.count("asked", len(keys))
         return Move(-1, Op.ASK, self.number, list(keys))
 
     def ended(self, move: Move, completion: Completion, now: float) -> LogLine | None:
+        """Take in the end of a question or promotion; returns a log line, if there is one."""
         self._now = now
         if move.op is Op.ASK:
             self._answered(move.keys, completion, now)
