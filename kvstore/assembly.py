@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-import threading
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
@@ -390,54 +390,28 @@ async def build(config: Config) -> Assembly:
     Raises:
         KVStoreError: if a path or a value cannot be used.
     """
-    building = _Building(config)
-    # The loop's own executor may be full of calls that wait for the store.
-    built = asyncio.wrap_future(Daemons("kvstore-open").submit(building.run))
-    try:
-        return await built
-    except asyncio.CancelledError:
-        # A thread cannot be stopped: it closes itself what it has opened.
-        building.cancel()
-        raise
+    chunk_bytes, identity = config.given_chunk_bytes, config.given_identity
+    shape = rows_for(config, chunk_bytes)
 
-
-class _Building:
-    """Opens what a store needs, in a thread; the caller may be gone when it is done."""
-
-    def __init__(self, config: Config) -> None:
-        self._config = config
-        self._chunk_bytes = config.given_chunk_bytes
-        self._identity = config.given_identity
-        self._shape = rows_for(config, self._chunk_bytes)
-        self._lock = threading.Lock()
-        self._cancelled = False
-        self._built: Assembly | None = None
-
-    def run(self) -> Assembly:
-        """Open everything; close it again if the caller has cancelled."""
-        assembly = self._build()
-        with self._lock:
-            self._built = assembly
-            left = self._cancelled
-        if left:
-            assembly.abandon(region=True)
-        return assembly
-
-    def cancel(self) -> None:
-        """Note that the result is not wanted any more."""
-        with self._lock:
-            self._cancelled = True
-            built = self._built
-        if built is not None:
-            built.abandon(region=True)
-
-    def _build(self) -> Assembly:
-        config, identity = self._config, self._identity
-        region = PinnedRegion.private(*self._shape)
+    def opened() -> Assembly:
+        region = PinnedRegion.private(*shape)
         try:
             label = str(identity.get("model", "kv"))
-            events = config.keep_events
-            return assemble(config, region, self._chunk_bytes, label, identity, events=events)
+            return assemble(config, region, chunk_bytes, label, identity, events=config.keep_events)
         except BaseException:
             region.close()
             raise
+
+    # The loop's own executor may be full of calls that wait for the store.
+    opening = Daemons("kvstore-open").submit(opened)
+    try:
+        return await asyncio.wrap_future(opening)
+    except asyncio.CancelledError:
+        # A thread cannot be stopped: what it opens is closed once it is done.
+        opening.add_done_callback(_abandon)
+        raise
+
+
+def _abandon(opening: Future[Assembly]) -> None:
+    if not opening.cancelled() and opening.exception() is None:
+        opening.result().abandon(region=True)
