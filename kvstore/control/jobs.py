@@ -60,10 +60,14 @@ class Action(ABC):
 
     Attributes:
         affected: keys on which it has had an effect.
+        failures: what it has failed with, in number and in words.
+        uncleared: the tiers that it should have cleared and could not.
     """
 
     batch = BATCH
-    affected = 0
+    affected = failures = 0
+    failure = ""
+    uncleared: Sequence[str] = ()
 
     @abstractmethod
     def begin(self, core: Core, keys: list[bytes], now: float) -> None:
@@ -79,16 +83,19 @@ class Action(ABC):
     @property
     def fault(self) -> str | None:
         """What went wrong, if anything has."""
-        return None
+        if self.uncleared:
+            return f"{', '.join(self.uncleared)} cannot be cleared now, which is tried again"
+        return f"{self.failures} {self.failure}" if self.failures else None
 
 
 class Prefetch(Action):
     """Fetch chunks to host memory: as many as are on a tier, half of host memory at a time."""
 
+    failure = "chunks could not be read, or found no room in host memory"
+
     def __init__(self, body: Mapping[str, Any]) -> None:
         self._waiting: list[bytes] = []
         self._fetching: list[bytes] = []
-        self._missed = 0
 
     def begin(self, core: Core, keys: list[bytes], now: float) -> None:
         where = {key: core.places(key) for key in keys}
@@ -103,7 +110,7 @@ class Prefetch(Action):
             return False
         came = sum(IN_HOST in core.places(key) for key in self._fetching)
         self.affected += came
-        self._missed += len(self._fetching) - came
+        self.failures += len(self._fetching) - came
         self._fetching = []
         if self._waiting:
             others = core.is_prefetching()
@@ -117,38 +124,27 @@ class Prefetch(Action):
             self._waiting = [key for key in self._waiting if key not in taken]
             if not taken and not others:
                 # Their tier does not answer, or they have left it.
-                self._missed += len(self._waiting)
+                self.failures += len(self._waiting)
                 self._waiting = []
         return not (self._waiting or self._fetching)
 
     def cancel(self, core: Core) -> None:
         core.stop_prefetch(self._fetching)
 
-    @property
-    def fault(self) -> str | None:
-        if not self._missed:
-            return None
-        return f"{self._missed} chunks could not be read, or found no room in host memory"
-
 
 class Retain(Action):
     """Protect chunks from eviction for ``seconds``, in host memory too unless ``host`` is false."""
 
+    failure = "chunks are beyond pinned_share and are not retained"
+
     def __init__(self, body: Mapping[str, Any]) -> None:
         self._seconds = float(body["seconds"])
         self._host = bool(body.get("host", True))
-        self._refused = 0
 
     def begin(self, core: Core, keys: list[bytes], now: float) -> None:
         pinned = core.pin(keys, now + self._seconds, host=self._host)
-        self._refused += len(keys) - pinned
+        self.failures += len(keys) - pinned
         self.affected += pinned
-
-    @property
-    def fault(self) -> str | None:
-        if not self._refused:
-            return None
-        return f"{self._refused} chunks are beyond pinned_share and are not retained"
 
 
 class Release(Action):
@@ -164,9 +160,10 @@ class Release(Action):
 class Demote(Action):
     """Let chunks leave host memory as soon as a slower tier has them."""
 
+    failure = "chunks stay in host memory: used meanwhile, or on no slower tier"
+
     def __init__(self, body: Mapping[str, Any]) -> None:
         self._leaving: list[bytes] = []
-        self._stayed = 0
 
     def begin(self, core: Core, keys: list[bytes], now: float) -> None:
         self._leaving = [key for key in keys if IN_HOST in core.places(key)]
@@ -177,17 +174,11 @@ class Demote(Action):
             return False
         stayed = sum(IN_HOST in core.places(key) for key in self._leaving)
         self.affected += len(self._leaving) - stayed
-        self._stayed += stayed
+        self.failures += stayed
         return True
 
     def cancel(self, core: Core) -> None:
         core.stop_demotion(self._leaving)
-
-    @property
-    def fault(self) -> str | None:
-        if not self._stayed:
-            return None
-        return f"{self._stayed} chunks stay in host memory: used meanwhile, or on no slower tier"
 
 
 class Remove(Action):
@@ -195,12 +186,11 @@ class Remove(Action):
 
     # All records of a tier are read for each batch.
     batch = 1024
+    failure = "records could not be erased: a later process may find them"
 
     def __init__(self, body: Mapping[str, Any]) -> None:
         self._removal: Any = None
         self._era = 0
-        self._unerased = 0
-        self._uncleared: list[str] = []
 
     def begin(self, core: Core, keys: list[bytes], now: float) -> None:
         self._removal, self._era = core.remove(keys), core.era
@@ -213,17 +203,9 @@ class Remove(Action):
             # A reset has taken it over, or came before this was looked at.
             if core.clearing:
                 return False
-            self._uncleared = core.uncleared
-        self._unerased += len(self._removal.unerased)
+            self.uncleared = core.uncleared
+        self.failures += len(self._removal.unerased)
         return True
-
-    @property
-    def fault(self) -> str | None:
-        if self._uncleared:
-            return _cannot_be_cleared(self._uncleared)
-        if not self._unerased:
-            return None
-        return f"{self._unerased} records could not be erased: a later process may find them"
 
 
 ACTIONS: dict[str, Callable[[Mapping[str, Any]], Action]] = {
@@ -245,18 +227,13 @@ class Reset(Action):
 
     def __init__(self, reset: Callable[[], None]) -> None:
         self._reset = reset
-        self._uncleared: list[str] = []
 
     def begin(self, core: Core, keys: list[bytes], now: float) -> None:
         self._reset()
 
     def ended(self, core: Core) -> bool:
-        self._uncleared = core.uncleared
+        self.uncleared = core.uncleared
         return not core.clearing
-
-    @property
-    def fault(self) -> str | None:
-        return _cannot_be_cleared(self._uncleared) if self._uncleared else None
 
 
 class Changing(Action):
@@ -280,30 +257,25 @@ class Reencrypt(Action):
         segments: those of each tier, by its number.
     """
 
+    failure = (
+        "segments could not be copied: chunks in them are left under older keys, which are still "
+        "needed"
+    )
+
     def __init__(self, segments: Mapping[int, Sequence[int]]) -> None:
         self._segments = segments
-        self._unrewritten = 0
 
     def begin(self, core: Core, keys: list[bytes], now: float) -> None:
         for tier, its in self._segments.items():
             core.rewrite(tier, its)
 
     def ended(self, core: Core) -> bool:
-        self._unrewritten = core.unrewritten
+        self.failures = core.unrewritten
         return not core.rewrites
 
     def cancel(self, core: Core) -> None:
         for tier in self._segments:
             core.rewrite(tier, ())
-
-    @property
-    def fault(self) -> str | None:
-        if not self._unrewritten:
-            return None
-        return (
-            f"{self._unrewritten} segments could not be copied: chunks in them are left under "
-            "older keys, which are still needed"
-        )
 
 
 class _Over(Action):
@@ -420,10 +392,6 @@ async def places(act: Act, keys: Sequence[bytes]) -> dict[str, int]:
         for there in found:
             counted.update(there or (NOWHERE,))
     return dict(counted)
-
-
-def _cannot_be_cleared(tiers: Sequence[str]) -> str:
-    return f"{', '.join(tiers)} cannot be cleared now, which is tried again"
 
 
 def _begin(action: Action, keys: list[bytes], core: Core, now: float) -> None:
