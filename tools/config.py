@@ -21,7 +21,7 @@ from kvstore.assembly import key_ring, names_added, namespace_of, rows_for, span
 from kvstore.config import Config, DiskConfig, TierConfig, read_environment, read_toml
 from kvstore.config.describe import Key, json_schema, keys_of, reference, sample, shown_value
 from kvstore.config.values import without_passwords
-from kvstore.connector.spec import CONNECTOR_KEYS, ENGINE_KEYS
+from kvstore.connector.spec import ENGINE_KEYS, NAMING_KEYS, VLLM_KEYS
 from kvstore.errors import NOT_PARSED, ConfigError, KVStoreError
 from kvstore.gate import codecs_of
 from kvstore.observe.recorder import fault_of
@@ -38,16 +38,6 @@ from kvstore.tools.output import parse_bytes, print_json, print_table
 from kvstore.types import TierPlace
 
 __all__ = ["add_config_arguments", "run_config"]
-
-VLLM_KEYS = CONNECTOR_KEYS | {
-    "blocks_per_chunk",
-    "self_describing_kv_events",
-    "canonical_layout",
-    "sync_load_budget_bytes",
-    "automatic_identity",
-    "fingerprint_weights",
-}
-"""Keys of vLLM's ``kv_connector_extra_config`` that are not of the configuration."""
 
 VLLM_NAMES: Mapping[str, Sequence[str | None]] = {
     "kv_connector": ("KVStoreConnector", "OffloadingConnector"),
@@ -170,7 +160,7 @@ def _read(file: Path | None) -> tuple[Mapping[str, Any], Config]:
     if "kv_connector" in given and (taken := ENGINE_KEYS & values.keys()):
         key = min(taken)
         raise ConfigError(f"{file}: unknown key {key} = {values[key]!r}: vLLM decides it")
-    for key in ("automatic_identity", "fingerprint_weights"):
+    for key in NAMING_KEYS:
         if not isinstance(value := values.get(key, True), bool):
             raise ConfigError(f"{key} = {value!r}: must be true or false")
     return values, Config.from_mapping(values, ignore=VLLM_KEYS)

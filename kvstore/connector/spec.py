@@ -39,6 +39,18 @@ Handlers = Iterator[tuple[type[LoadStoreSpec], type[LoadStoreSpec], OffloadingHa
 CONNECTOR_KEYS = frozenset({"spec_name", "spec_module_path", "block_size", "offload_prompt_only"})
 """Keys of ``kv_connector_extra_config`` that are not part of `kvstore.config`."""
 
+NAMING_KEYS = ("automatic_identity", "fingerprint_weights")
+"""Those that say how an engine of vLLM is named."""
+
+BUDGET_KEY = "sync_load_budget_bytes"
+"""That of a vLLM which can wait for a load within a step."""
+
+VLLM_KEYS = CONNECTOR_KEYS.union(
+    NAMING_KEYS,
+    (BUDGET_KEY, "blocks_per_chunk", "self_describing_kv_events", "canonical_layout"),
+)
+"""The same for vLLM: those that its connector reads itself, and those that name the engine."""
+
 ENGINE_KEYS = frozenset({"chunk_bytes", "keep_events"})
 """Keys of `kvstore.config` that vLLM knows better."""
 

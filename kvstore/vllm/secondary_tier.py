@@ -50,6 +50,7 @@ from vllm.v1.kv_offload.tiering.base import JobResult, SecondaryTierManager, Tra
 
 from kvstore.assembly import namespace_of
 from kvstore.config import Config, DiskConfig
+from kvstore.connector.spec import NAMING_KEYS
 from kvstore.core import CoreStats, Flow
 from kvstore.core.tier_only import Job
 from kvstore.engine.job_steps import JobRunner
@@ -81,7 +82,7 @@ STORE_KEYS = (
 )
 """Keys that elsewhere stand beside the tiers."""
 
-OWN_KEYS = ("automatic_identity", "fingerprint_weights", "enable_kv_events", "locality")
+OWN_KEYS = (*NAMING_KEYS, "enable_kv_events", "locality")
 """Keys that only a vLLM server has."""
 
 UNALIGNED_IO = ("buffered", "mmap", "portable")

@@ -17,7 +17,7 @@ from vllm.v1.kv_offload.config import OffloadingConfig
 
 from kvstore.assembly import rows_for
 from kvstore.config import Config, DiskConfig
-from kvstore.connector.spec import ENGINE_KEYS
+from kvstore.connector.spec import BUDGET_KEY, ENGINE_KEYS, VLLM_KEYS
 from kvstore.errors import ConfigError
 from kvstore.gate import codecs_of, read_gate
 from kvstore.observe.metrics.table import METRICS
@@ -29,7 +29,7 @@ from kvstore.vllm.checks import (
     check_recurrent,
     check_windows,
 )
-from kvstore.vllm.identity.naming import NAMING_KEYS, Naming
+from kvstore.vllm.identity.naming import Naming
 from kvstore.vllm.layout import Layout
 from kvstore.vllm.metrics_report import LABELS, definitions
 from kvstore.vllm.version import LOADS_WITHIN_STEPS, hashes_last, join_server_log
@@ -40,22 +40,6 @@ if TYPE_CHECKING:
 __all__ = ["KVStoreOffloadingSpec"]
 
 logger = logging.getLogger("kvstore")
-
-CONNECTOR_KEYS = frozenset(
-    {
-        "spec_name",
-        "spec_module_path",
-        "block_size",
-        "blocks_per_chunk",
-        "offload_prompt_only",
-        "self_describing_kv_events",
-        "canonical_layout",
-    }
-)
-"""Keys of ``kv_connector_extra_config`` that vLLM's connector reads itself."""
-
-BUDGET_KEY = "sync_load_budget_bytes"
-"""The same, where vLLM can wait for a load within a step."""
 
 HASHES_CHANGE = (
     "kvstore: this vLLM begins its block hashes (%s) with another number in each process, so "
@@ -92,8 +76,7 @@ class KVStoreOffloadingSpec(OffloadingSpec):
             raise ValueError(f"unknown key {key} = {values[key]!r}: vLLM decides it")
         _check_budget(values.pop(BUDGET_KEY, None))
         self._naming = Naming.taken_from(values)
-        others = CONNECTOR_KEYS.union(NAMING_KEYS, (BUDGET_KEY,))
-        self.store_config = Config.from_mapping(values, ignore=others)
+        self.store_config = Config.from_mapping(values, ignore=VLLM_KEYS)
         vllm_config = None if engine is None else engine.vllm_config
         self.layout = Layout(config, _kv_heads(config, vllm_config))
         self.worker_apart = _is_apart(vllm_config)

@@ -601,16 +601,6 @@ def test_mla_that_computes_prompts_from_their_first_token_only_is_refused() -> N
         check_continues(engine(True, False))
 
 
-def test_the_command_that_checks_a_configuration_knows_the_keys_of_vllm() -> None:
-    """It cannot import what says so, as vLLM is not installed everywhere."""
-    from kvstore.connector.spec import CONNECTOR_KEYS as OURS
-    from kvstore.tools.config import VLLM_KEYS
-    from kvstore.vllm.spec import BUDGET_KEY, CONNECTOR_KEYS
-
-    named = {"automatic_identity", "fingerprint_weights"}
-    assert OURS | CONNECTOR_KEYS | {BUDGET_KEY} | named == VLLM_KEYS
-
-
 def test_that_vllm_asks_about_a_request_waits_for_the_step_of_an_idle_engine(
     server: Server,
 ) -> None:

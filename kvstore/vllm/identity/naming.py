@@ -11,16 +11,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from kvstore.connector.spec import NAMING_KEYS
 from kvstore.errors import ConfigError, KVStoreError
 from kvstore.tiers.disk.namespace import read_namespace
 
 if TYPE_CHECKING:
     from kvstore.vllm.engine import Engine
 
-__all__ = ["NAMING_KEYS", "Naming", "siblings"]
-
-NAMING_KEYS = ("automatic_identity", "fingerprint_weights")
-"""Keys of a configuration that say how an engine is named."""
+__all__ = ["Naming", "siblings"]
 
 UNSEEN = (
     "the configuration of the engine is not known here, so nobody can tell whose chunks may be used"
