@@ -9,7 +9,7 @@ import os
 import shutil
 import stat
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -18,11 +18,10 @@ from urllib.parse import unquote, urlsplit
 import attrs
 
 from kvstore.assembly import key_ring, names_added, namespace_of, rows_for, spans_of
-from kvstore.config import Config, DiskConfig, TierConfig, read_environment, read_toml
+from kvstore.config import Config, DiskConfig, TierConfig
 from kvstore.config.describe import Key, json_schema, keys_of, reference, sample, shown_value
 from kvstore.config.values import without_passwords
-from kvstore.connector.spec import ENGINE_KEYS, NAMING_KEYS, VLLM_KEYS
-from kvstore.errors import NOT_PARSED, ConfigError, KVStoreError
+from kvstore.errors import ConfigError, KVStoreError
 from kvstore.gate import codecs_of
 from kvstore.observe.recorder import fault_of
 from kvstore.plugins import create_tier
@@ -34,20 +33,11 @@ from kvstore.tiers.disk.trust import Trust, open_folder
 from kvstore.tiers.headroom import available_bytes, most_bytes
 from kvstore.tiers.pinned import round_to_page
 from kvstore.tiers.sealing import Sealer
+from kvstore.tools.config_file import read_config
 from kvstore.tools.output import parse_bytes, print_json, print_table
 from kvstore.types import TierPlace
 
 __all__ = ["add_config_arguments", "run_config"]
-
-VLLM_NAMES: Mapping[str, Sequence[str | None]] = {
-    "kv_connector": ("KVStoreConnector", "OffloadingConnector"),
-    "kv_connector_module_path": ("kvstore.vllm", None),
-    "kv_role": ("kv_both", "kv_producer", "kv_consumer"),
-}
-"""What vLLM is told beside these."""
-
-OTHERS_NAMES = ("kvstore", "adapter_params")
-"""Below what SGLang, and LMCache, have a configuration."""
 
 
 @dataclass(frozen=True)
@@ -110,7 +100,7 @@ def run_config(options: argparse.Namespace) -> int:
 
 
 def _check(options: argparse.Namespace) -> int:
-    values, config = _read(options.file)
+    values, config = read_config(options.file)
     if options.chunk_bytes is not None and config.chunk_bytes is None:
         config = attrs.evolve(config, chunk_bytes=options.chunk_bytes)
     lines = [*explain(values, config), *_missing(options.file, config)]
@@ -127,54 +117,6 @@ def _check(options: argparse.Namespace) -> int:
         print(f"WRONG {line.key}: {line.warning}")
     print(f"{options.file or 'the environment'}: can{'not' if warned else ''} be used here")
     return int(bool(warned))
-
-
-def _read(file: Path | None) -> tuple[Mapping[str, Any], Config]:
-    """The values that were said, and the configuration that they make."""
-    if file is None:
-        values: Any = read_environment()
-        return values, Config.from_mapping(values)
-    if file.suffix != ".json":
-        values = read_toml(file)
-        return values, Config.from_mapping(values)
-    try:
-        values = json.loads(file.read_text())
-    except OSError as error:
-        raise ConfigError(f"{file}: cannot be read ({error.strerror})") from error
-    except NOT_PARSED as error:
-        raise ConfigError(f"{file}: not JSON ({error})") from error
-    given = values
-    for name in ("", "kv_connector_extra_config", *OTHERS_NAMES):
-        # What vLLM, SGLang or LMCache is given.
-        if name and name in values:
-            values = values[name]
-        if not isinstance(values, Mapping):
-            raise ConfigError(f"{file}: {name or 'it'} must be a table of keys")
-        if "kv_connector" in values:
-            _check_names(file, values)
-            values = {"kv_connector_extra_config": {}, **values}
-    if "secondary_tiers" in values:
-        raise ConfigError(
-            f"{file}: secondary_tiers belong to vLLM's own tiering, which checks them at its start"
-        )
-    if "kv_connector" in given and (taken := ENGINE_KEYS & values.keys()):
-        key = min(taken)
-        raise ConfigError(f"{file}: unknown key {key} = {values[key]!r}: vLLM decides it")
-    for key in NAMING_KEYS:
-        if not isinstance(value := values.get(key, True), bool):
-            raise ConfigError(f"{key} = {value!r}: must be true or false")
-    return values, Config.from_mapping(values, ignore=VLLM_KEYS)
-
-
-def _check_names(file: Path, values: Mapping[str, Any]) -> None:
-    """
-    Raises:
-        ConfigError: if vLLM would load another connector, or none.
-    """
-    for key, allowed in VLLM_NAMES.items():
-        if values.get(key) not in allowed:
-            told = ", ".join(str(name) for name in allowed if name is not None)
-            raise ConfigError(f"{file}: {key} = {values.get(key)!r}: allowed are {told}")
 
 
 def explain(values: Mapping[str, Any], config: Config) -> Iterator[Line]:

@@ -141,6 +141,48 @@ def test_what_vllm_refuses_is_refused(
     assert message in capsys.readouterr().err
 
 
+OURS = {"spec_name": "KVStoreOffloadingSpec", "spec_module_path": "kvstore.vllm"}
+BY_HAND = {"automatic_identity": False, "identity": {"model": "m"}}
+DISK = {"disk": "kv", "disk_bytes": "1GiB"}
+
+
+@pytest.mark.parametrize(
+    ("connector", "extra", "message"),
+    [
+        ("KVStoreConnector", {}, None),
+        ("KVStoreConnector", OURS | DISK, None),
+        ("KVStoreConnector", {"spec_name": "Nope"}, "spec_name = 'Nope': allowed are KVStoreOff"),
+        ("KVStoreConnector", DISK | {"automatic_identity": False}, "false needs identity"),
+        ("OffloadingConnector", OURS, None),
+        ("OffloadingConnector", OURS | DISK | BY_HAND, None),
+        ("OffloadingConnector", {}, "spec_name is missing: allowed are KVStoreOffloadingSpec"),
+        ("OffloadingConnector", {"spec_name": OURS["spec_name"]}, "spec_module_path is missing"),
+        ("OffloadingConnector", OURS | DISK, "tiers need KVStoreConnector, or automatic_identity"),
+        ("OffloadingConnector", OURS | DISK | BY_HAND | {"disk_codec": "g"}, "codecs need KVStore"),
+    ],
+)
+def test_a_connector_of_vllm_must_find_ours_and_tell_it_enough(
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    connector: str,
+    extra: dict[str, Any],
+    message: str | None,
+) -> None:
+    told: dict[str, Any] = {
+        "kv_connector": connector,
+        "kv_role": "kv_both",
+        "kv_connector_extra_config": {"host": "1MiB", **extra},
+    }
+    if connector == "KVStoreConnector":
+        file = written(tmp_path, json.dumps(told), "vllm.json")
+        assert main(["config", "check", file]) == 2
+        assert "kv_connector_module_path is missing" in capsys.readouterr().err
+        told["kv_connector_module_path"] = "kvstore.vllm"
+    file = written(tmp_path, json.dumps(told), "vllm.json")
+    assert main(["config", "check", file]) == (2 if message else 0)
+    assert message is None or message in capsys.readouterr().err
+
+
 def test_a_folder_that_others_may_write_to_is_told_before_it_is_refused(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
