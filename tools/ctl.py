@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import http.client
 import json
+import os
 import re
 import socket
 import sys
@@ -66,6 +67,8 @@ class Client:
             raise KVStoreError("the token must be one line of printable characters") from error
         except (OSError, http.client.HTTPException) as error:
             reason = getattr(error, "strerror", None) or str(error) or repr(error)
+            if os.path.exists(self._where) and not Path(self._where).is_socket():
+                reason = "it is no socket"
             raise KVStoreError(f"{self._where}: no answer: {reason}") from error
         finally:
             connection.close()

@@ -7,7 +7,7 @@ import json
 import re
 import textwrap
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from enum import Enum
 from typing import Any
 
@@ -16,6 +16,7 @@ import attrs
 from kvstore.config.model import Config, DiskConfig, TierConfig
 from kvstore.config.values import SCHEMAS
 from kvstore.plugins import Choice
+from kvstore.policies.shares import Shares
 from kvstore.sizes import format_size
 
 __all__ = ["Key", "json_schema", "keys_of", "reference", "sample", "shown_value"]
@@ -147,6 +148,8 @@ def shown_value(key: Key, value: Any) -> str:
     """A value as a person would write it: sizes with their unit, flags as in TOML."""
     if value is None or value == ():
         return "none"
+    if isinstance(value, Shares):
+        value = {name: asdict(share) for name, share in (*value.named.items(), ("*", value.others))}
     if isinstance(value, Mapping):
         pairs = ", ".join(f"{name} = {json.dumps(each)}" for name, each in value.items())
         return f"{{{pairs}}}"

@@ -511,11 +511,11 @@ def import_bundle(
         # Before the store is opened, which would be in the newer epoch of a reset in between.
         epoch = read_epoch(folder)
         with open_sync(config) as store:
+            places = places_of(the_namespace(folder), bundle.places)
             for names in _batches(list(bundle.places), batch):
                 looked += len(names)
-                # What is damaged there is missed, and stored anew.
                 held = zip(names, store.contains(names), strict=True)
-                there = [here and _is_whole(store, key) for key, here in held]
+                there = [here and _is_whole(store, key, places, sealer) for key, here in held]
                 done.there += sum(there)
                 right: dict[bytes, bytes] = {}
                 for key, whole_there in zip(names, there, strict=True):
@@ -540,8 +540,18 @@ def import_bundle(
     return done
 
 
-def _is_whole(store: SyncStore, key: bytes) -> bool:
-    """Whether a chunk can be read."""
+def _is_whole(
+    store: SyncStore, key: bytes, places: Mapping[bytes, Place], sealer: Sealer | None
+) -> bool:
+    """Whether a chunk can be read. To look at it is no use of it, which the store would note."""
+    place = places.get(key)
+    if (
+        place is not None
+        and place.proof.checkable(sealer)
+        and read_chunk(place, sealer) is not None
+    ):
+        return True
+    # The store misses what is damaged there, and stores it anew.
     with store.get([key]) as chunks:
         return len(chunks) == 1
 
@@ -600,7 +610,7 @@ def _config(
     lanes = [lane for each in found for lane in each.lanes]
     # Beside all that is there, of which nothing shall be displaced.
     held = [size for lane in lanes for size in _held_bytes(lane)]
-    free = [lane for lane in lanes if lane.owner is None]
+    free = [lane for lane in lanes if lane.owner is None and any(s.live for s in lane.segments)]
     own = [each for each in found if each.name == bundle.namespace]
     missing = set(bundle.places).difference(*(places_of(each, bundle.places) for each in own))
     # A lane keeps the size of its segments, of which each may hold fewer of the chunks.
@@ -615,6 +625,8 @@ def _config(
 
     if capacity_bytes is None:
         capacity_bytes = sum(held) + max(room_for(len(missing)), *held, 0)
+    elif capacity_bytes < (least := min(size for _, size in shapes)):
+        raise KVStoreError(f"{path}: {capacity_bytes} bytes hold no segment: give at least {least}")
     else:
         needed = sum(size for lane in free for size in _held_bytes(lane))
         new = len(missing)

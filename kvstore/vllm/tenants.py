@@ -100,15 +100,17 @@ class TenantOffloadingManager(KVStoreOffloadingManager):
         told = _told(req_context)
         if not told:
             return params
-        rest = {key: value for key, value in told.items() if key not in (TENANT, PUBLIC_TOKENS)}
+        taken = {TENANT, PUBLIC_TOKENS} if _is_count(told.get(PUBLIC_TOKENS, 0)) else {TENANT}
+        # A malformed one counts as a hint that is not known.
+        rest = {key: value for key, value in told.items() if key not in taken}
         return {**params, PARAMS_KEY: rest}
 
     def _public(self, tokens: Any, request: Any) -> frozenset[bytes]:
         """Return the hashes of the chunks that end within the first `tokens` of a prompt."""
-        if request is None or isinstance(tokens, bool) or not isinstance(tokens, int):
+        if request is None or not _is_count(tokens):
             return frozenset()
         size = int(self._spec.config.cache.tokens_per_hash)
-        return frozenset(bytes(each) for each in request.block_hashes[: max(0, tokens) // size])
+        return frozenset(bytes(each) for each in request.block_hashes[: tokens // size])
 
     # -- chunks ------------------------------------------------------------------------------
 
@@ -134,6 +136,10 @@ class TenantOffloadingManager(KVStoreOffloadingManager):
 
 class LoRATenantOffloadingManager(LoRAOffloadingManager, TenantOffloadingManager):
     """For an engine with adapters: their keys first, then those of tenants."""
+
+
+def _is_count(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 0
 
 
 def _told(req_context: ReqContext) -> Mapping[str, Any]:

@@ -292,6 +292,31 @@ async def test_an_import_fills_the_slots_that_are_free_in_its_lane(tmp_path: Pat
     assert (done.there, done.stored) == (len(KEYS) - 5, len(KEYS))
 
 
+async def test_to_import_what_is_there_is_no_use_of_it(tmp_path: Path) -> None:
+    namespace = await fill(tmp_path / "here")
+    file = tmp_path / "bundle"
+    export_bundle(tmp_path / "here", file)
+    before = places_of(the_namespace(namespace))
+    assert import_bundle(file, tmp_path / "here").there == len(KEYS)
+    after = places_of(the_namespace(namespace))
+    assert {key: (place.reads, place.read_ms) for key, place in after.items()} == {
+        key: (place.reads, place.read_ms) for key, place in before.items()
+    }
+
+
+async def test_a_capacity_counts_only_lanes_that_hold_something(tmp_path: Path) -> None:
+    await fill(tmp_path / "here")
+    file, there = tmp_path / "bundle", tmp_path / "there"
+    export_bundle(tmp_path / "here", file)
+    with pytest.raises(KVStoreError, match=r"4096 bytes hold no segment: give at least \d+"):
+        import_bundle(file, there, capacity_bytes=4096)
+    assert not there.exists()
+    assert import_bundle(file, there, capacity_bytes=2**20).stored == len(KEYS)
+    purge(there)
+    # Its files are as large as they were, and have nothing to lose.
+    assert import_bundle(file, there, capacity_bytes=200 * 1024).stored == len(KEYS)
+
+
 async def test_an_import_into_smaller_segments_displaces_nothing(tmp_path: Path) -> None:
     more, keys = keys_of("more", 20), keys_of("prompt", 400)
     there = settings(tmp_path / "there")

@@ -183,6 +183,16 @@ def test_a_connector_of_vllm_must_find_ours_and_tell_it_enough(
     assert message is None or message in capsys.readouterr().err
 
 
+def test_shares_are_shown_as_they_are_written(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    told = toml(tmp_path, tenants="{alice = {guaranteed = 0.3}}")
+    assert main(["config", "check", written(tmp_path, told)]) == 0
+    shown = capsys.readouterr().out
+    assert 'alice = {"guaranteed": 0.3' in shown
+    assert "Share" not in shown
+
+
 def test_a_folder_that_others_may_write_to_is_told_before_it_is_refused(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -90,6 +90,8 @@ async def test_it_ends_with_1_where_a_job_failed_and_2_where_it_was_refused(tmp_
             assert reason in errors
     status, _, errors = await ctl(where, "status")
     assert (status, "no answer" in errors) == (2, True)
+    status, _, errors = await ctl(str(tmp_path), "status")
+    assert (status, "it is no socket" in errors) == (2, True)
 
 
 async def test_words_and_files_that_cannot_be_used_are_refused(tmp_path: Path) -> None:

@@ -20,7 +20,7 @@ from typing import Any
 import pytest
 
 import kvstore
-from kvstore.errors import KVStoreError
+from kvstore.errors import ForeignFileError, KVStoreError
 from kvstore.maintenance.offline import compact, layouts, purge
 from kvstore.maintenance.survey import Fault, survey, verify
 from kvstore.tiers.disk.format import ALIGN, RECORD_BYTES
@@ -251,6 +251,23 @@ def test_a_fault_names_its_path_once(cache: Path, run: Run) -> None:
     (namespace_of(cache) / "namespace.json").write_text("{")
     for line in run("inspect", cache)[1].splitlines():
         assert line.count("namespace.json") <= 1
+
+
+def test_what_no_command_mends_says_what_to_do_and_that_helps(cache: Path, run: Run) -> None:
+    described = namespace_of(cache) / "namespace.json"
+    described.write_text("{")
+    assert "namespace.json: not a namespace file" in run("verify", cache)[1]
+    with pytest.raises(ForeignFileError, match="remove it: the next server"):
+        kvstore.open_sync(config(cache))
+    described.unlink()
+    with kvstore.open_sync(config(cache)) as store:
+        assert all(store.contains(KEYS))
+    broken = segments(cache)[0]
+    flip(broken, 30)
+    status, told = run("compact", cache)
+    assert (status, "nothing in it can be found again, so remove it" in told) == (1, True)
+    broken.unlink()
+    assert run("compact", cache)[0] == 0
 
 
 def test_a_namespace_that_cannot_be_read_does_not_keep_the_others_from_compaction(

@@ -190,6 +190,11 @@ def test_vllm_hears_of_its_own_keys_alone(tmp_path: Path) -> None:
             manager.on_new_request(other)
             assert manager.lookup(some[0], other) is LookupResult.MISS
             manager.on_request_finished(other)
+        # What is no number of tokens is a malformed hint.
+        odd = {"kvstore": {"tenant": 5, "public_tokens": "1024"}}
+        manager.on_new_request(ReqContext("odd", kv_transfer_params=odd))
+        manager.on_request_finished(ReqContext("odd"))
+        assert manager._core.stats().hints_ignored == 1
     finally:
         manager.shutdown()
         release_region(spec.config.engine_id, region)

@@ -86,6 +86,8 @@ LIVE = 1
 DIGEST_BYTES = 16
 """Length of a payload's digest, and of the tag at the beginning of its seal."""
 
+REMEDY = "nothing in it can be found again, so remove it"
+
 RECORD = np.dtype(
     [
         ("version", "<u2"),
@@ -291,9 +293,9 @@ def parse_header(page: bytes, name: str) -> Header:
     except ForeignFileError:
         raise
     except MALFORMED as error:
-        raise ForeignFileError(f"{name}: damaged header ({error})") from error
+        raise ForeignFileError(f"{name}: damaged header ({error}); {REMEDY}") from error
     if not whole:
-        raise ForeignFileError(f"{name}: damaged header")
+        raise ForeignFileError(f"{name}: damaged header; {REMEDY}")
     return header
 
 

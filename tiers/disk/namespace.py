@@ -29,6 +29,8 @@ FILE_NAME = "namespace.json"
 _LEFTOVER = re.compile(r"\.namespace\.json\.(\d{1,10})-[0-9a-f]{8}")
 MAX_FILE_BYTES = 1024 * 1024
 
+REMEDY = "remove it: the next server that opens the namespace writes it anew, and finds its chunks"
+
 
 @dataclass(frozen=True)
 class Namespace:
@@ -190,7 +192,7 @@ def read_namespace(folder: Path, trust: Trust = ANYBODYS) -> dict[str, Any]:
         if not isinstance(found["digest"], str) or not isinstance(found["identity"], dict):
             raise ValueError("incomplete")
     except MALFORMED as error:
-        raise ForeignFileError(f"{file}: not a namespace file ({error})") from error
+        raise ForeignFileError(f"{file}: not a namespace file ({error}); {REMEDY}") from error
     return found
 
 
