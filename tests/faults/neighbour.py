@@ -34,25 +34,28 @@ def strike(targets: str, when: str, count: int, number: int) -> None:
     """Patch functions so that the `count`-th call of any of them sends `number` to this process.
 
     Args:
-        targets: ``module:name`` or ``module:Class.name``, several with a space in between.
+        targets: ``module:name`` or ``module:Class.name``, several with a space in between. With
+            ``?load=True`` or ``?load=False`` at its end, only the calls that move this way count.
         when: "before" it, "after" it, or "half" way: the last argument that is
             bytes, a list of buffers or of runs is halved, and then comes the signal.
     """
     calls = itertools.count(1)
     for target in targets.split():
-        module, _, path = target.partition(":")
+        place, _, way = target.partition("?")
+        module, _, path = place.partition(":")
         *holders, name = path.split(".")
         holder: Any = importlib.import_module(module)
         for part in holders:
             holder = getattr(holder, part)
-        setattr(holder, name, _striking(getattr(holder, name), calls, when, count, number))
+        works = getattr(holder, name)
+        setattr(holder, name, _striking(works, way, calls, when, count, number))
 
 
 def _striking(
-    works: Callable[..., Any], calls: Iterator[int], when: str, count: int, number: int
+    works: Callable[..., Any], way: str, calls: Iterator[int], when: str, count: int, number: int
 ) -> Callable[..., Any]:
     def patched(*arguments: Any, **named: Any) -> Any:
-        if next(calls) != count:
+        if (way and way != _way(arguments, named)) or next(calls) != count:
             return works(*arguments, **named)
         if when == "half":
             works(*_halved(arguments), **named)
@@ -64,6 +67,11 @@ def _striking(
         return works(*arguments, **named)
 
     return patched
+
+
+def _way(arguments: Sequence[Any], named: dict[str, Any]) -> str:
+    """Which way a call of a backend moves, or one of what it has under way."""
+    return f"load={named['load'] if 'load' in named else arguments[0]._load}"
 
 
 def _halved(arguments: Sequence[Any]) -> list[Any]:

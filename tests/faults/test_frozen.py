@@ -123,7 +123,7 @@ def test_a_write_to_a_frozen_file_system_holds_up_its_own_thread_alone(
         fd = backend.open(path)
 
         def write() -> None:
-            backend.write_all([IORequest(fd, [view], 0)])
+            backend.move_all([IORequest(fd, [view], 0)], load=False)
             ended.set()
 
         with device.frozen(FROZEN_SECONDS):

@@ -37,10 +37,10 @@ Start = Callable[..., Neighbour]
 
 INDEX = "kvstore.tiers.disk.index:IndexFile"
 PAYLOAD = (
-    "kvstore.tiers.disk.io.aio:AioIO.begin_writes kvstore.tiers.disk.io.direct:DirectIO.write "
+    "kvstore.tiers.disk.io.aio:AioIO.begin?load=False kvstore.tiers.disk.io.direct:DirectIO.write "
     "kvstore.tiers.disk.io.buffered:BufferedIO.write"
 )
-WRITTEN = PAYLOAD.replace("AioIO.begin_writes", "_Writes.end")
+WRITTEN = PAYLOAD.replace("AioIO.begin", "_UnderWay.end")
 RELOCATION = "kvstore.tiers.disk.tier:relocate"
 VOLUME = "kvstore.tiers.disk.volume:Volume"
 DISK = "kvstore.tiers.disk.tier:DiskTier"

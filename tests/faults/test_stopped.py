@@ -28,14 +28,14 @@ from tests.patience import until_async
 Start = Callable[..., Neighbour]
 
 READ = (
-    "kvstore.tiers.disk.io.aio:AioIO.begin_reads kvstore.tiers.disk.io.direct:DirectIO.read "
+    "kvstore.tiers.disk.io.aio:AioIO.begin?load=True kvstore.tiers.disk.io.direct:DirectIO.read "
     "kvstore.tiers.disk.io.buffered:BufferedIO.read"
 )
 WRITE = (
-    "kvstore.tiers.disk.io.aio:AioIO.begin_writes kvstore.tiers.disk.io.direct:DirectIO.write "
+    "kvstore.tiers.disk.io.aio:AioIO.begin?load=False kvstore.tiers.disk.io.direct:DirectIO.write "
     "kvstore.tiers.disk.io.buffered:BufferedIO.write"
 )
-WRITTEN = WRITE.replace("AioIO.begin_writes", "_Writes.end")
+WRITTEN = WRITE.replace("AioIO.begin", "_UnderWay.end")
 RECORDS = "kvstore.tiers.disk.index:IndexFile.write"
 ALL = range(SLOTS)
 

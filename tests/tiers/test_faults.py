@@ -483,10 +483,11 @@ class Held(UnderWay):
 
     def __init__(self, backend: IOBackend, patch: pytest.MonkeyPatch) -> None:
         self.begun, self.go_on, self.ended = (threading.Event() for _ in range(3))
-        self._works = partial(IOBackend.read_all, backend)
-        patch.setattr(backend, "begin_reads", self._begin)
+        self._works = partial(IOBackend.move_all, backend, load=True)
+        patch.setattr(backend, "begin", self._begin)
 
-    def _begin(self, runs: Sequence[IORequest], hashed: int) -> UnderWay:
+    def _begin(self, runs: Sequence[IORequest], hashed: int, *, load: bool) -> UnderWay:
+        assert load
         self._asked = (runs, hashed)
         return self
 
@@ -512,10 +513,10 @@ async def test_a_read_that_breaks_on_one_path_ends_when_the_other_has_let_go_of_
     assert all((await bench.store(keys, slots)).ok)
     one, other = bench.tier.volumes  # type: ignore[attr-defined]
 
-    def breaks(runs: Sequence[IORequest], hashed: int) -> UnderWay:
+    def breaks(runs: Sequence[IORequest], hashed: int, *, load: bool) -> UnderWay:
         raise RuntimeError("nobody thought of this")
 
-    monkeypatch.setattr(one.backend, "begin_reads", breaks)
+    monkeypatch.setattr(one.backend, "begin", breaks)
     held = Held(other.backend, monkeypatch)
     reading = asyncio.ensure_future(bench.tier.read(keys, slots, slots))
     assert await asyncio.to_thread(held.begun.wait, PATIENCE)

@@ -250,9 +250,9 @@ def test_runs_of_one_batch_are_moved_each_to_its_place(
 ) -> None:
     fd = backend.open(file)
     runs = [IORequest(fd, rows(memory, n, n + 1), 3 * n * PAGE) for n in range(10)]
-    assert lengths(backend.write_all(runs)) == [2 * PAGE] * 10
+    assert lengths(backend.move_all(runs, load=False)) == [2 * PAGE] * 10
     back = [IORequest(fd, rows(memory, 20 + n), 3 * n * PAGE) for n in range(10)]
-    assert lengths(backend.read_all(back)) == [PAGE] * 10
+    assert lengths(backend.move_all(back, load=True)) == [PAGE] * 10
     backend.close(fd)
     for n in range(10):
         assert (memory.array[20 + n] == memory.array[n]).all()
@@ -270,7 +270,7 @@ def test_more_runs_than_the_kernel_takes_at_once_are_all_moved(
     path.write_bytes(bytes(many * PAGE))
     fd = backend.open(path)
     runs = [IORequest(fd, rows(memory, n % PAGES), n * PAGE) for n in range(many)]
-    assert lengths(backend.write_all(runs)) == [PAGE] * many
+    assert lengths(backend.move_all(runs, load=False)) == [PAGE] * many
     backend.close(fd)
     content = np.frombuffer(path.read_bytes(), np.uint8).reshape(many, PAGE)
     for n in range(many):
@@ -284,9 +284,9 @@ def test_digests_are_those_of_the_first_bytes_of_each_buffer(
     fd = backend.open(file)
     runs = [IORequest(fd, rows(memory, 3 * n, 3 * n + 1), 2 * n * PAGE) for n in range(8)]
     expected = [[digest(row[:size]) for row in run.buffers] for run in runs]
-    assert digests_of(backend.write_all(runs, size)) == expected
+    assert digests_of(backend.move_all(runs, size, load=False)) == expected
     memory.array[:] = 0
-    assert digests_of(backend.read_all(runs, size)) == expected
+    assert digests_of(backend.move_all(runs, size, load=True)) == expected
     assert [[digest(row[:size]) for row in run.buffers] for run in runs] == expected
     backend.close(fd)
 
@@ -301,11 +301,11 @@ def test_no_digest_is_told_of_what_was_not_moved(
         IORequest(fd, rows(memory, 4), PAGES * PAGE),
         IORequest(fd, rows(memory, 5), 0),
     ]
-    outcomes = backend.read_all(runs, 100)
+    outcomes = backend.move_all(runs, 100, load=True)
     zeros = digest(memoryview(bytes(100)))
     assert digests_of(outcomes) == [[zeros], None, [], [zeros]]
     assert lengths(outcomes) == [PAGE, None, 0, PAGE]
-    (failed,) = backend.write_all(runs[1:2], 100)
+    (failed,) = backend.move_all(runs[1:2], 100, load=False)
     assert isinstance(failed, OSError)
     backend.close(fd)
 
@@ -329,13 +329,13 @@ def test_requests_longer_than_a_call_are_moved_whole(
         for n in (2, 0, 1)
     ]
     expected = [[digest(row[: LONG - 7]) for row in run.buffers] for run in runs]
-    written = backend.write_all(runs, LONG - 7)
+    written = backend.move_all(runs, LONG - 7, load=False)
     assert lengths(written) == [count * LONG] * 3
     assert digests_of(written) == expected
     before = memory.array.copy()
     assert path.read_bytes() == before.tobytes()
     memory.array[:] = 0
-    read = backend.read_all(runs, LONG - 7)
+    read = backend.move_all(runs, LONG - 7, load=True)
     assert lengths(read) == [count * LONG] * 3
     assert digests_of(read) == expected
     assert (memory.array == before).all()
@@ -352,7 +352,7 @@ def test_a_long_read_ends_where_the_file_does(
     content = os.urandom(pages * PAGE)
     (tmp_path / "short").write_bytes(content)
     fd = backend.open(tmp_path / "short")
-    (moved,) = backend.read_all([IORequest(fd, rows(memory, 0, 1), 0)], LONG)
+    (moved,) = backend.move_all([IORequest(fd, rows(memory, 0, 1), 0)], LONG, load=True)
     assert not isinstance(moved, OSError)
     assert moved.length == pages * PAGE
     assert len(moved.digests) == pages * PAGE // LONG
@@ -374,14 +374,14 @@ def test_batches_that_are_under_way_at_once_end_in_any_order(
         for part in range(3)
     ]
     order = [(first + n) % 3 for n in range(3)]
-    writes = [backend.begin_writes(batch, 9) for batch in batches]
+    writes = [backend.begin(batch, 9, load=False) for batch in batches]
     written = {part: writes[part].end() for part in order}
     expected = [[digest(run.buffers[0][:9])] for run in batches[first]]
     assert digests_of(written[first]) == expected
     assert all(lengths(each) == [PAGE] * 100 for each in written.values())
     before = memory.array.copy()
     memory.array[:] = 0
-    reads = [backend.begin_reads(batch, 9) for batch in batches]
+    reads = [backend.begin(batch, 9, load=True) for batch in batches]
     read = {part: reads[part].end() for part in order}
     assert digests_of(read[first]) == expected
     assert all(lengths(each) == [PAGE] * 100 for each in read.values())
@@ -412,11 +412,11 @@ def test_whatever_may_be_in_flight_all_is_moved(
     bad = IORequest(10**6, rows(memory, 31), 0)
     batches = [[*runs[0:2], bad], [bad, *runs[2:4]], [*runs[4:6]], [*runs[6:]]]
     expected = [[None if run is bad else len(run.buffers) * PAGE for run in its] for its in batches]
-    under_way = [backend.begin_writes(batch, 9) for batch in batches]
+    under_way = [backend.begin(batch, 9, load=False) for batch in batches]
     assert [lengths(each.end()) for each in reversed(under_way)] == expected[::-1]
     before = memory.array.copy()
     memory.array[:28] = 0
-    under_way = [backend.begin_reads(batch, 9) for batch in batches]
+    under_way = [backend.begin(batch, 9, load=True) for batch in batches]
     assert [lengths(each.end()) for each in under_way] == expected
     assert (memory.array == before).all()
     backend.close(fd)
@@ -426,8 +426,8 @@ def test_a_batch_that_fails_leaves_the_one_beside_it_whole(
     backend: IOBackend, file: Path, memory: PinnedRegion
 ) -> None:
     fd = backend.open(file)
-    bad = backend.begin_reads([IORequest(10**6, rows(memory, n), 0) for n in range(4)], 5)
-    good = backend.begin_reads([IORequest(fd, rows(memory, n), n * PAGE) for n in range(4)], 5)
+    bad = backend.begin([IORequest(10**6, rows(memory, n), 0) for n in range(4)], 5, load=True)
+    good = backend.begin([IORequest(fd, rows(memory, n), n * PAGE) for n in range(4)], 5, load=True)
     assert lengths(good.end()) == [PAGE] * 4
     assert lengths(bad.end()) == [None] * 4
     backend.close(fd)
@@ -435,7 +435,7 @@ def test_a_batch_that_fails_leaves_the_one_beside_it_whole(
 
 def test_what_has_ended_does_not_wait(backend: IOBackend, file: Path, memory: PinnedRegion) -> None:
     fd = backend.open(file)
-    under_way = backend.begin_reads([IORequest(fd, rows(memory, n), 0) for n in range(4)])
+    under_way = backend.begin([IORequest(fd, rows(memory, n), 0) for n in range(4)], load=True)
     under_way.end()
     assert not under_way.waits()
     backend.close(fd)
@@ -446,7 +446,11 @@ def test_digests_are_only_made_where_they_are_wanted(
 ) -> None:
     fd = backend.open(file)
     runs = [IORequest(fd, rows(memory, 0, 1), 0)]
-    assert digests_of(backend.write_all(runs)) == digests_of(backend.read_all(runs)) == [[]]
+    assert (
+        digests_of(backend.move_all(runs, load=False))
+        == digests_of(backend.move_all(runs, load=True))
+        == [[]]
+    )
     backend.close(fd)
 
 
@@ -457,7 +461,7 @@ def test_a_run_that_fails_fails_alone(
     backend.close(closed)
     bad = 10**6  # No descriptor has this number.
     runs = [IORequest(bad if n % 3 == 1 else fd, rows(memory, n), n * PAGE) for n in range(6)]
-    for outcomes in (backend.write_all(runs), backend.read_all(runs)):
+    for outcomes in (backend.move_all(runs, load=False), backend.move_all(runs, load=True)):
         for n, outcome in enumerate(outcomes):
             if n % 3 == 1:
                 assert isinstance(outcome, OSError)
@@ -477,12 +481,12 @@ def test_a_run_that_crosses_the_end_of_the_file_is_short_and_the_others_are_whol
         IORequest(fd, rows(memory, 2), PAGES * PAGE),
     ]
     runs = [*ends, IORequest(fd, rows(memory, 3), 0)]
-    assert lengths(backend.read_all(runs)) == [PAGE, 0, PAGE]
+    assert lengths(backend.move_all(runs, load=True)) == [PAGE, 0, PAGE]
     backend.close(fd)
 
 
 def test_no_runs_are_no_work(backend: IOBackend) -> None:
-    assert backend.read_all([]) == backend.write_all([]) == []
+    assert backend.move_all([], load=True) == backend.move_all([], load=False) == []
 
 
 def test_a_call_that_failed_leaves_nothing_for_the_next(
@@ -510,8 +514,11 @@ def test_a_thread_that_gets_no_context_for_native_aio_goes_on_without(
     monkeypatch.setattr(backend, "_make", exhausted)
     fd = backend.open(file)
     runs = [IORequest(fd, rows(memory, n), 2 * n * PAGE) for n in range(4)]
-    assert lengths(backend.write_all(runs)) == [PAGE] * 4
-    assert lengths(backend.read_all([IORequest(fd, rows(memory, 9), 0), *runs[1:]])) == [PAGE] * 4
+    assert lengths(backend.move_all(runs, load=False)) == [PAGE] * 4
+    assert (
+        lengths(backend.move_all([IORequest(fd, rows(memory, 9), 0), *runs[1:]], load=True))
+        == [PAGE] * 4
+    )
     assert (memory.array[9] == memory.array[0]).all()
     backend.close(fd)
 
@@ -649,9 +656,9 @@ def test_batches_keep_no_reference(memory: PinnedRegion, tmp_path: Path) -> None
     run = IORequest(fd, rows(memory, 0, 1), 0)
     before = [sys.getrefcount(each) for each in (run, run.buffers, run.buffers[0], fd)]
     for _ in range(1000):
-        backend.write_all([run], 10)
-        backend.read_all([run], 10)
-        backend.read_all([IORequest(10**6, run.buffers, 0)], 10)
+        backend.move_all([run], 10, load=False)
+        backend.move_all([run], 10, load=True)
+        backend.move_all([IORequest(10**6, run.buffers, 0)], 10, load=True)
     after = [sys.getrefcount(each) for each in (run, run.buffers, run.buffers[0], fd)]
     assert after == before
     backend.close(fd)

@@ -175,8 +175,8 @@ async def test_what_cannot_be_read_in_passing_is_told_apart_from_what_is_gone(
     slots = [follower.entries[key] for key in KEYS]
     assert (await follower.tier.read(KEYS, slots, ALL)).unread == []
     fails = OSError(errno.EIO, os.strerror(errno.EIO))
-    monkeypatch.setattr(IOBackend, "read_one", lambda *_: fails)
-    for name in ("begin_reads", "read_all"):
+    monkeypatch.setattr(IOBackend, "move_one", lambda *_, **__: fails)
+    for name in ("begin", "move_all"):
         monkeypatch.setattr(backend, name, partial(getattr(IOBackend, name), backend))
     done = await follower.tier.read(KEYS, slots, ALL)
     assert done.ok == [False] * SLOTS

@@ -115,11 +115,14 @@ async def test_a_chunk_that_cannot_be_copied_is_not_called_lost(
     await bench.store(KEYS, range(SLOTS))
     await bench.tier.grow()
     backend = type(disk_of(bench).backend)
-    works = {"reading": IOBackend.read_all, "writing": IOBackend.write_all}
     error = OSError(errno.EIO, os.strerror(errno.EIO))
 
-    def fail(self: IOBackend, runs: Sequence[IORequest], hashed: int = 0) -> list[Moved | OSError]:
-        done = works[fails](self, runs, hashed)
+    def fail(
+        self: IOBackend, runs: Sequence[IORequest], hashed: int = 0, *, load: bool
+    ) -> list[Moved | OSError]:
+        done = IOBackend.move_all(self, runs, hashed, load=load)
+        if load != (fails == "reading"):
+            return done
         bad = GEOMETRY.blocks_offset + 2 * SLOT
         return [error if run.offset == bad else one for run, one in zip(runs, done, strict=True)]
 
@@ -133,10 +136,8 @@ async def test_a_chunk_that_cannot_be_copied_is_not_called_lost(
     if fails == "the record":
         monkeypatch.setattr(IndexFile, "place", fail_to_place)
     else:
-        name = "read_all" if fails == "reading" else "write_all"
-        monkeypatch.setattr(backend, name, fail)
-        if fails == "reading":
-            monkeypatch.setattr(backend, "begin_reads", IOBackend.begin_reads)
+        monkeypatch.setattr(backend, "move_all", fail)
+        monkeypatch.setattr(backend, "begin", IOBackend.begin)
     done = await bench.tier.relocate(KEYS, range(SLOTS), ELSEWHERE)
     assert [place for place, ok in enumerate(done.ok) if not ok] == list(done.unread) == [2]
     assert "Input/output error" in (done.error or "")
@@ -153,13 +154,15 @@ async def test_a_copy_that_does_not_return_is_given_up_as_not_lost(
     await bench.tier.grow()
     began, hangs = threading.Event(), threading.Event()
 
-    def hang(self: IOBackend, runs: Sequence[IORequest], hashed: int = 0) -> list[Moved | OSError]:
+    def hang(
+        self: IOBackend, runs: Sequence[IORequest], hashed: int = 0, *, load: bool
+    ) -> list[Moved | OSError]:
         began.set()
         hangs.wait(PATIENCE)
         return [OSError(errno.EIO, "gave up") for _ in runs]
 
-    monkeypatch.setattr(type(disk_of(bench).backend), "read_all", hang)
-    monkeypatch.setattr(type(disk_of(bench).backend), "begin_reads", IOBackend.begin_reads)
+    monkeypatch.setattr(type(disk_of(bench).backend), "move_all", hang)
+    monkeypatch.setattr(type(disk_of(bench).backend), "begin", IOBackend.begin)
     copying = asyncio.ensure_future(bench.tier.relocate(KEYS[:2], [0, 1], ELSEWHERE[:2]))
     await asyncio.to_thread(began.wait, PATIENCE)
     bench.tier.detach()

@@ -557,13 +557,13 @@ async def test_a_segment_is_not_removed_while_it_is_read(
     keys = [key_of(n) for n in range(4)]
     await bench.store(keys, range(4))
     volume, gate = disk_of(bench).volumes[0], Gate()
-    begin = volume.backend.begin_reads
+    begin = volume.backend.begin
 
-    def slow(*given: Any) -> Any:
+    def slow(*given: Any, load: bool) -> Any:
         gate()
-        return begin(*given)
+        return begin(*given, load=load)
 
-    monkeypatch.setattr(volume.backend, "begin_reads", slow)
+    monkeypatch.setattr(volume.backend, "begin", slow)
     reading = asyncio.ensure_future(bench.fetch(keys, range(4)))
     await begun(gate)
     told = await bench.tier.remove_segment(0)

@@ -144,7 +144,7 @@ class Reading:
         while len(self._records) < len(extents):
             self._records += _read_records(_near(extents, len(self._records)))
         requests = [extent.request for extent in extents]
-        self._under_way = backend.begin_reads(requests, _hashed(extents))
+        self._under_way = backend.begin(requests, _hashed(extents), load=True)
         self.waits = self._under_way.waits()
 
     def end(self) -> list[Outcome]:
@@ -234,7 +234,7 @@ class Writing:
         )
         erased = zip(wanted, self._erased, strict=True)
         requests = [request for request, refused in erased if refused is None]
-        self._under_way = backend.begin_writes(requests, _hashed(extents))
+        self._under_way = backend.begin(requests, _hashed(extents), load=False)
         self.waits = self._under_way.waits()
 
     def end(self) -> list[Outcome]:

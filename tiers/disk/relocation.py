@@ -154,7 +154,7 @@ def _write_payloads(backend: IOBackend, extents: Sequence[Extent]) -> list[Outco
         except OSError as error:
             outcome.error = f"record of {extent.segment.path}: {error.strerror or error}"
     sound = [index for index, outcome in enumerate(outcomes) if outcome.error is None]
-    moved = backend.write_all([extents[index].request for index in sound])
+    moved = backend.move_all([extents[index].request for index in sound], load=False)
     for index, done in zip(sound, moved, strict=True):
         if isinstance(done, OSError):
             outcomes[index].error = f"write to {extents[index].segment.path}: {done.strerror}"

@@ -19,7 +19,6 @@ import errno
 import logging
 import os
 import threading
-from abc import abstractmethod
 from collections.abc import Sequence
 from functools import partial
 from typing import Protocol
@@ -93,23 +92,17 @@ class AioIO(DirectIO):
     def _make(self, depth: int) -> Context:
         return compiled.Context(depth, CALL_BYTES, self._digest)
 
-    def begin_reads(self, requests: Sequence[IORequest], hashed: int = 0) -> UnderWay:
-        context = self._context(self._loads, DEPTH)
+    def begin(self, requests: Sequence[IORequest], hashed: int = 0, *, load: bool) -> UnderWay:
+        local, depth = (self._loads, DEPTH) if load else (self._stores, STORE_DEPTH)
+        context = self._context(local, depth)
         if context is None:
-            return Later(partial(super().read_all, requests, hashed))
-        return _Reads(self, requests, hashed, context.begin(requests, True, hashed))
+            return Later(partial(super().move_all, requests, hashed, load=load))
+        return _UnderWay(self, requests, hashed, context.begin(requests, load, hashed), load)
 
-    def begin_writes(self, requests: Sequence[IORequest], hashed: int = 0) -> UnderWay:
-        context = self._context(self._stores, STORE_DEPTH)
-        if context is None:
-            return Later(partial(super().write_all, requests, hashed))
-        return _Writes(self, requests, hashed, context.begin(requests, False, hashed))
-
-    def read_all(self, requests: Sequence[IORequest], hashed: int = 0) -> list[Moved | OSError]:
-        return self.begin_reads(requests, hashed).end()
-
-    def write_all(self, requests: Sequence[IORequest], hashed: int = 0) -> list[Moved | OSError]:
-        return self.begin_writes(requests, hashed).end()
+    def move_all(
+        self, requests: Sequence[IORequest], hashed: int = 0, *, load: bool
+    ) -> list[Moved | OSError]:
+        return self.begin(requests, hashed, load=load).end()
 
     def _context(self, local: threading.local, depth: int) -> Context | None:
         """Return this thread's context; None if the system has none left for it."""
@@ -134,12 +127,18 @@ class _UnderWay(UnderWay):
     """A batch of `requests`."""
 
     def __init__(
-        self, backend: AioIO, requests: Sequence[IORequest], hashed: int, batch: Batch
+        self,
+        backend: AioIO,
+        requests: Sequence[IORequest],
+        hashed: int,
+        batch: Batch,
+        load: bool,
     ) -> None:
         self._backend = backend
         self._requests = requests
         self._hashed = hashed
         self._batch = batch
+        self._load = load
 
     def waits(self) -> bool:
         return self._batch.waits()
@@ -152,24 +151,10 @@ class _UnderWay(UnderWay):
             for request, (length, digests) in zip(self._requests, self._batch.end(), strict=True)
         ]
 
-    @abstractmethod
     def _again(self, request: IORequest, length: int) -> Moved | OSError:
         """Finish a request that was moved in part, or not at all."""
-
-
-class _Reads(_UnderWay):
-    def _again(self, request: IORequest, length: int) -> Moved | OSError:
-        # Of a short transfer plain calls tell the end of the file from a fault.
-        return _error(length) if length < 0 else self._backend.read_one(request, self._hashed)
-
-
-class _Writes(_UnderWay):
-    def _again(self, request: IORequest, length: int) -> Moved | OSError:
-        # FUSE says EIO of a short write, too.
-        if length < 0 and length != -errno.EIO:
-            return _error(length)
-        return self._backend.write_one(request, self._hashed)
-
-
-def _error(length: int) -> OSError:
-    return OSError(-length, os.strerror(-length))
+        # Of a short read plain calls tell the end of the file from a fault. FUSE says EIO of a
+        # short write, too.
+        if length < 0 and (self._load or length != -errno.EIO):
+            return OSError(-length, os.strerror(-length))
+        return self._backend.move_one(request, self._hashed, load=self._load)

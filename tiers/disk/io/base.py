@@ -97,45 +97,37 @@ class IOBackend(ABC):
             OSError: as the system says; part may have been written then.
         """
 
-    def begin_reads(self, requests: Sequence[IORequest], hashed: int = 0) -> UnderWay:
-        """Begin to read all requests, in the background where that is possible.
+    def begin(self, requests: Sequence[IORequest], hashed: int = 0, *, load: bool) -> UnderWay:
+        """Begin to move all requests, in the background where that is possible.
 
         Args:
             hashed: the bytes of each buffer, from its first on, whose digest is wanted.
+            load: whether they are read; else they are written.
 
         Returns:
             What ends it, by the same thread. Until then the memory is in use.
         """
-        return Later(partial(self.read_all, requests, hashed))
+        return Later(partial(self.move_all, requests, hashed, load=load))
 
-    def begin_writes(self, requests: Sequence[IORequest], hashed: int = 0) -> UnderWay:
-        """Begin to write all requests; see `begin_reads`."""
-        return Later(partial(self.write_all, requests, hashed))
+    def move_all(
+        self, requests: Sequence[IORequest], hashed: int = 0, *, load: bool
+    ) -> list[Moved | OSError]:
+        """Move all requests: what each has moved, or what it raised. One fails alone."""
+        return [self.move_one(request, hashed, load=load) for request in requests]
 
-    def read_all(self, requests: Sequence[IORequest], hashed: int = 0) -> list[Moved | OSError]:
-        """`read` for each request: what was moved, or what was raised. One fails alone."""
-        return [self.read_one(request, hashed) for request in requests]
-
-    def write_all(self, requests: Sequence[IORequest], hashed: int = 0) -> list[Moved | OSError]:
-        """`write` for each request: what was moved, or what was raised. One fails alone."""
-        return [self.write_one(request, hashed) for request in requests]
-
-    def read_one(self, request: IORequest, hashed: int = 0) -> Moved | OSError:
-        """`read` for one request, in plain calls."""
+    def move_one(self, request: IORequest, hashed: int = 0, *, load: bool) -> Moved | OSError:
+        """`read` or `write` for one request, in plain calls."""
+        fd, buffers, offset = request
         try:
-            return moved(request, self.read(request.fd, request.buffers, request.offset), hashed)
+            if load:
+                count = self.read(fd, buffers, offset)
+            else:
+                self.write(fd, buffers, offset)
+                count = sum(map(len, buffers))
         except OSError as error:
             # Its frames refer to the memory, and their callers to it: a cycle.
             return error.with_traceback(None)
-
-    def write_one(self, request: IORequest, hashed: int = 0) -> Moved | OSError:
-        """`write` for one request, in plain calls."""
-        try:
-            self.write(request.fd, request.buffers, request.offset)
-        except OSError as error:
-            # Its frames refer to the memory, and their callers to it: a cycle.
-            return error.with_traceback(None)
-        return moved(request, sum(map(len, request.buffers)), hashed)
+        return moved(request, count, hashed)
 
 
 class Later(UnderWay):

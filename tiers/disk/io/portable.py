@@ -69,18 +69,10 @@ class PortableIO(IOBackend):
     def write(self, fd: int, buffers: Sequence[memoryview], offset: int) -> None:
         self._run(self._write(fd, buffers, offset))
 
-    def read_all(self, requests: Sequence[IORequest], hashed: int = 0) -> list[Moved | OSError]:
-        return self._move_all(partial(self._move, "readinto"), requests, hashed)
-
-    def write_all(self, requests: Sequence[IORequest], hashed: int = 0) -> list[Moved | OSError]:
-        return self._move_all(self._write, requests, hashed)
-
-    def _move_all(
-        self,
-        move: Callable[[int, Sequence[memoryview], int], Awaitable[int]],
-        requests: Sequence[IORequest],
-        hashed: int,
+    def move_all(
+        self, requests: Sequence[IORequest], hashed: int = 0, *, load: bool
     ) -> list[Moved | OSError]:
+        move = partial(self._move, "readinto") if load else self._write
         outcomes = self._run(self._all(move, requests))
         return [
             outcome if isinstance(outcome, OSError) else moved(request, outcome, hashed)

@@ -78,13 +78,13 @@ def _try(make: Callable[[], IOBackend], folder: Path) -> tuple[IOBackend, None] 
             with memoryview(page) as view, view[:4096] as out, view[4096:8192] as back:
                 out[:5] = b"probe"
                 if tried == path:
-                    (written,) = backend.write_all([IORequest(fd, [out], 0)])
+                    (written,) = backend.move_all([IORequest(fd, [out], 0)], load=False)
                     if isinstance(written, OSError):
                         # A full disk says nothing about the backend: what is there can be served.
                         if written.errno in NO_ROOM:
                             return backend, None
                         raise written
-                (read,) = backend.read_all([IORequest(fd, [back], 0)])
+                (read,) = backend.move_all([IORequest(fd, [back], 0)], load=True)
                 if isinstance(read, OSError):
                     raise read
                 if tried == path and (read.length != 4096 or bytes(back[:5]) != b"probe"):
