@@ -24,7 +24,7 @@ from kvstore.tiers.disk.extents import Extent, Reading, cut_batches, cut_extents
 from kvstore.tiers.disk.places import Places
 from kvstore.tiers.disk.threads import Parts
 from kvstore.tiers.disk.tier import DiskTier
-from kvstore.tiers.disk.volume import Volume
+from kvstore.tiers.disk.volume import Job, Volume
 from kvstore.tiers.disk.watch import SLOTS_PER_SEGMENT, Watch
 from kvstore.tiers.pinned import PinnedRegion
 from kvstore.types import Changes, RecoveredTier
@@ -115,79 +115,62 @@ class PeerLanes(Tier):
     async def read(
         self, keys: Sequence[bytes], slots: Sequence[int], rows: Sequence[int]
     ) -> Transfer:
-        known = self._known
-        ok = [False] * len(keys)
-        unread: set[int] = set()
-        told = await self._read_at(known, keys, slots, rows, ok, unread)
+        known, places = self._known, list(slots)
+        job = Job(keys, places, rows, [False] * len(keys), load=True)
+        told: str | None = None
         tried: dict[int, set[int]] = {}
-        while True:
+        again: Sequence[int] = range(len(keys))
+        while again:
+            error = await self._read_at(known, job, again)
+            told = told or error
             # What its owner has rewritten may lie elsewhere too.
-            again: list[tuple[int, int]] = []
-            for index in (index for index, one in enumerate(ok) if not one):
+            again = []
+            for index in (index for index, ok in enumerate(job.ok) if not ok):
                 seen = tried.setdefault(index, {slots[index]})
                 place = next((p for p in known.places.of(keys[index]) if p not in seen), None)
                 if place is not None:
                     seen.add(place)
-                    again.append((index, place))
-            if not again:
-                unread = {index for index in unread if not ok[index]}
-                return Transfer(ok, None if all(ok) else told, sorted(unread))
-            found = [False] * len(again)
-            failed: set[int] = set()
-            error = await self._read_at(
-                known,
-                [keys[index] for index, _ in again],
-                [place for _, place in again],
-                [rows[index] for index, _ in again],
-                found,
-                failed,
-            )
-            told = told or error
-            unread.update(again[at][0] for at in failed)
-            for (index, _), one in zip(again, found, strict=True):
-                ok[index] = one
+                    places[index] = place
+                    again.append(index)
+        unread = sorted(index for index in job.unread if not job.ok[index])
+        return Transfer(job.ok, None if all(job.ok) else told, unread)
 
-    async def _read_at(
-        self,
-        known: _Known,
-        keys: Sequence[bytes],
-        slots: Sequence[int],
-        rows: Sequence[int],
-        ok: list[bool],
-        unread: set[int],
-    ) -> str | None:
-        """Read each key at its place, by its path's threads; returns what went wrong first.
+    async def _read_at(self, known: _Known, job: Job, indices: Sequence[int]) -> str | None:
+        """Read those keys of `job` that `indices` name, each by its path's threads.
 
-        Blocks whose call failed are added to `unread`.
+        Returns what went wrong first.
         """
-        count = len(self._volumes)
-        paths = np.array(slots, np.int64) // SLOTS_PER_SEGMENT % count
-        shares = [np.nonzero(paths == index)[0].tolist() for index in range(count)]
+        wanted = np.array(indices)
+        paths = np.array(job.slots, np.int64)[wanted] // SLOTS_PER_SEGMENT % len(self._volumes)
 
         def cut(
             volume: Volume, watch: Watch, share: Sequence[int]
         ) -> list[Callable[[], Parts[str | None]]]:
             size, threads = volume.geometry.slot_bytes, volume.threads.count
-            extents = cut_extents(
-                [slots[index] for index in share], SLOTS_PER_SEGMENT, size, threads
-            )
+            slots = [job.slots[index] for index in share]
             return [
                 partial(
                     self._read_batch,
+                    job,
                     volume,
                     watch,
                     [[share[index] for index in extent] for extent in batch],
-                    (keys, slots, rows, ok, unread),
                 )
-                for batch in cut_batches(extents, size, threads)
+                for batch in cut_batches(
+                    cut_extents(slots, SLOTS_PER_SEGMENT, size, threads), size, threads
+                )
             ]
 
         # Whatever one of them raises: the rows are theirs until all have ended.
         outcomes = await asyncio.gather(
             *(
-                volume.threads.run_cut(partial(cut, volume, watch, share), load=True)
-                for volume, watch, share in zip(self._volumes, known.watches, shares, strict=True)
-                if share
+                volume.threads.run_cut(
+                    partial(cut, volume, watch, wanted[paths == index].tolist()), load=True
+                )
+                for index, (volume, watch) in enumerate(
+                    zip(self._volumes, known.watches, strict=True)
+                )
+                if (paths == index).any()
             ),
             return_exceptions=True,
         )
@@ -202,42 +185,30 @@ class PeerLanes(Tier):
         return told
 
     def _read_batch(
-        self,
-        volume: Volume,
-        watch: Watch,
-        batch: Sequence[Sequence[int]],
-        job: tuple[Sequence[bytes], Sequence[int], Sequence[int], list[bool], set[int]],
+        self, job: Job, volume: Volume, watch: Watch, batch: Sequence[Sequence[int]]
     ) -> Parts[str | None]:
-        keys, slots, rows, ok, unread = job
-        reached: list[Sequence[int]] = []
+        reached: list[tuple[int, Sequence[int]]] = []
         wanted: list[Extent] = []
-        for extent in batch:
-            number, first = divmod(slots[extent[0]], SLOTS_PER_SEGMENT)
+        for indices in batch:
+            number, first = divmod(job.slots[indices[0]], SLOTS_PER_SEGMENT)
             segment = watch.find(number)
             if segment is None:
                 continue  # The segment is gone; so are its chunks.
-            reached.append(extent)
-            wanted.append(
-                Extent(
-                    segment,
-                    first,
-                    [keys[index] for index in extent],
-                    [self._region.row(rows[index]) for index in extent],
-                )
-            )
+            reached.append((number, indices))
+            wanted.append(job.extent(segment, first, indices, self._region))
         reading = Reading(volume.backend, wanted, volume.coder)
         if reading.waits:
             yield
         told: str | None = None
-        for extent, outcome in zip(reached, reading.end(), strict=True):
-            number, first = divmod(slots[extent[0]], SLOTS_PER_SEGMENT)
-            for place, (index, one) in enumerate(zip(extent, outcome.ok, strict=True)):
-                ok[index] = one
-                if first + place in outcome.wrong:
+        each = zip(reached, wanted, reading.end(), strict=True)
+        for (number, indices), extent, outcome in each:
+            for slot, (index, ok) in enumerate(zip(indices, outcome.ok, strict=True), extent.first):
+                job.ok[index] = ok
+                if slot in outcome.wrong:
                     # That an owner rewrote a slot is its right, not an error.
-                    watch.note_wrong(number, first + place, keys[index])
-                elif not one:
-                    unread.add(index)
+                    watch.note_wrong(number, slot, job.keys[index])
+                elif not ok:
+                    job.unread.add(index)
                     told = told or outcome.error
         return told
 

@@ -69,8 +69,8 @@ Use = tuple[int, int, bytes, int]
 
 @dataclass(slots=True)
 class Job:
-    """Blocks to be moved; `slots` are those of the volume. Its threads fill in `ok`, and
-    `unread`: the places of those that could not be read, and may be whole.
+    """Blocks to be moved; `slots` are those of the volume, or of its peers. Its threads fill in
+    `ok`, and `unread`: the places of those that could not be read, and may be whole.
 
     `sequence` is that of the first record written; a job takes as many as it has keys. `coder` is
     that of chunks that are written.
@@ -84,6 +84,13 @@ class Job:
     sequence: int = 0
     coder: Coder | None = None
     unread: set[int] = field(default_factory=set)
+
+    def extent(
+        self, segment: Segment, first: int, indices: Sequence[int], region: PinnedRegion
+    ) -> Extent:
+        """Those blocks that `indices` name, which are neighbours from slot `first` on."""
+        keys = [self.keys[index] for index in indices]
+        return Extent(segment, first, keys, [region.row(self.rows[index]) for index in indices])
 
 
 class Volume:
@@ -292,13 +299,7 @@ class Volume:
 
     def _extent(self, job: Job, indices: Sequence[int], region: PinnedRegion) -> Extent:
         number, first = divmod(job.slots[indices[0]], self.geometry.slots)
-        keys, rows = job.keys, job.rows
-        return Extent(
-            self.segments[number],
-            first,
-            [keys[index] for index in indices],
-            [region.row(rows[index]) for index in indices],
-        )
+        return job.extent(self.segments[number], first, indices, region)
 
     def _forget_reads(self, extents: Sequence[Extent], outcomes: Sequence[Outcome]) -> None:
         """Note that other chunks are in these slots now, which nobody has read."""
