@@ -10,11 +10,11 @@ import contextlib
 import ctypes
 import logging
 import time
-from typing import Any, Protocol
+from typing import Any
 
 from kvstore.types import about
 
-__all__ = ["CudaRuntime", "Registration", "Runtime", "cuda_runtime"]
+__all__ = ["CudaRuntime", "Registration", "cuda_runtime"]
 
 logger = logging.getLogger("kvstore.host")
 
@@ -24,24 +24,50 @@ STEP_BYTES = 64 * 1024**3
 _HOST_POINTER_FOR_REGISTERED_MEMORY = 91
 
 
-class Runtime(Protocol):
-    """The CUDA calls used here. Codes are those of ``cudaError_t``; 0 is success."""
+class CudaRuntime:
+    """The CUDA runtime that torch uses. Codes are those of ``cudaError_t``; 0 is success.
+
+    Args:
+        torch: the module.
+        library: the runtime's library, for calls that torch does not expose; None if it is
+            linked into torch.
+    """
+
+    def __init__(self, torch: Any, library: Any) -> None:
+        self._torch = torch
+        self._library = library
+        self._cudart = torch.cuda.cudart()
 
     def register(self, address: int, size: int) -> int:
         """Pin memory."""
-        ...
+        return int(self._cudart.cudaHostRegister(address, size, 0))
 
     def unregister(self, address: int) -> int:
         """Unpin the memory that was pinned at `address`."""
-        ...
+        return int(self._cudart.cudaHostUnregister(address))
 
     def drain(self) -> None:
         """Clear the pending error, which the next checked call would otherwise report."""
-        ...
+        if self._library is not None:
+            self._library.cudaGetLastError()
+            return
+        # torch checks for an error after starting a kernel; raising it clears it.
+        with contextlib.suppress(RuntimeError):
+            self._torch.zeros(1, device="cuda")
 
     def kernels_read_host(self) -> bool:
         """Whether kernels may use the host's addresses of registered memory."""
-        ...
+        if self._library is None:
+            return True
+        value = ctypes.c_int(1)
+        device = int(self._torch.cuda.current_device())
+        code = self._library.cudaDeviceGetAttribute(
+            ctypes.byref(value), _HOST_POINTER_FOR_REGISTERED_MEMORY, device
+        )
+        if code:
+            self.drain()
+            return True
+        return bool(value.value)
 
 
 class Registration:
@@ -51,13 +77,13 @@ class Registration:
         kernels_read: whether kernels may use its addresses in this process.
     """
 
-    def __init__(self, runtime: Runtime, addresses: list[int], kernels_read: bool) -> None:
+    def __init__(self, runtime: CudaRuntime, addresses: list[int], kernels_read: bool) -> None:
         self._runtime = runtime
         self._addresses = addresses
         self.kernels_read = kernels_read
 
     @classmethod
-    def of(cls, runtime: Runtime, address: int, rows: int, stride: int) -> Registration | None:
+    def of(cls, runtime: CudaRuntime, address: int, rows: int, stride: int) -> Registration | None:
         """Register rows in steps of whole rows, so that no copy of a row spans two registrations.
 
         Args:
@@ -126,48 +152,6 @@ def _checked(call: Any, *arguments: int) -> int:
     except Exception:
         logger.exception("a call of the CUDA runtime failed", extra=about("host.cuda_failed"))
         return -1
-
-
-class CudaRuntime:
-    """The CUDA runtime that torch uses.
-
-    Args:
-        torch: the module.
-        library: the runtime's library, for calls that torch does not expose; None if it is
-            linked into torch.
-    """
-
-    def __init__(self, torch: Any, library: Any) -> None:
-        self._torch = torch
-        self._library = library
-        self._cudart = torch.cuda.cudart()
-
-    def register(self, address: int, size: int) -> int:
-        return int(self._cudart.cudaHostRegister(address, size, 0))
-
-    def unregister(self, address: int) -> int:
-        return int(self._cudart.cudaHostUnregister(address))
-
-    def drain(self) -> None:
-        if self._library is not None:
-            self._library.cudaGetLastError()
-            return
-        # torch checks for an error after starting a kernel; raising it clears it.
-        with contextlib.suppress(RuntimeError):
-            self._torch.zeros(1, device="cuda")
-
-    def kernels_read_host(self) -> bool:
-        if self._library is None:
-            return True
-        value = ctypes.c_int(1)
-        device = int(self._torch.cuda.current_device())
-        code = self._library.cudaDeviceGetAttribute(
-            ctypes.byref(value), _HOST_POINTER_FOR_REGISTERED_MEMORY, device
-        )
-        if code:
-            self.drain()
-            return True
-        return bool(value.value)
 
 
 def cuda_runtime() -> CudaRuntime | None:

@@ -20,7 +20,7 @@ from kvstore.tiers.registration import STEP_BYTES, CudaRuntime, Registration
 GIB = 2**30
 
 
-class Cuda:
+class Cuda(CudaRuntime):
     """A runtime that keeps accounts, and refuses what it is told to refuse."""
 
     def __init__(self, *, refuse: int | None = None, reads: bool = True, raises: bool = False):
