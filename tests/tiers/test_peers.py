@@ -542,7 +542,7 @@ async def test_lanes_are_read_by_the_threads_of_their_own_path(
     one, other = follower.bench.tier.volumes  # type: ignore[attr-defined]
     assert await follower.read(*keys[:ROWS]) == [True] * ROWS
     gate = threading.Event()
-    held = asyncio.ensure_future(one.threads.run([lambda: gate.wait(TOO_LONG)], load=True))
+    held = asyncio.ensure_future(one.threads.run(partial(gate.wait, TOO_LONG)))
     await asyncio.sleep(0)
     # What lies on the other path does not wait.
     async with asyncio.timeout(PATIENCE):

@@ -11,7 +11,7 @@ import sys
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Coroutine, Iterator, Sequence
 from functools import partial
 from operator import contains
 from pathlib import Path
@@ -58,6 +58,13 @@ class Gate:
         return "through"
 
 
+def run(
+    threads: IOThreads, operations: Sequence[Callable[[], Any]], *, load: bool
+) -> Coroutine[Any, Any, list[Any]]:
+    """Run `operations` as one job."""
+    return threads.run_cut(lambda: operations, load=load)
+
+
 async def begun(gate: Gate) -> None:
     """Wait until a thread is at the gate; the loop goes on meanwhile."""
     assert await asyncio.to_thread(gate.begun.wait, PATIENCE)
@@ -68,22 +75,22 @@ async def test_results_come_in_the_order_of_the_operations(pool: Pool) -> None:
         time.sleep(0.002 * (5 - n))
         return n
 
-    results = await pool(4).run([partial(operation, n) for n in range(5)], load=True)
+    results = await run(pool(4), [partial(operation, n) for n in range(5)], load=True)
     assert results == [0, 1, 2, 3, 4]
 
 
 async def test_operations_of_one_job_run_at_the_same_time(pool: Pool) -> None:
     together = threading.Barrier(3)
-    results = await pool(3).run([lambda: together.wait(PATIENCE)] * 3, load=True)
+    results = await run(pool(3), [lambda: together.wait(PATIENCE)] * 3, load=True)
     assert sorted(results) == [0, 1, 2]
 
 
 async def test_stores_take_all_threads_but_one(pool: Pool) -> None:
     threads, together = pool(4), threading.Barrier(3)
-    results = await threads.run([lambda: together.wait(PATIENCE)] * 3, load=False)
+    results = await run(threads, [lambda: together.wait(PATIENCE)] * 3, load=False)
     assert sorted(results) == [0, 1, 2]
     gates = [Gate() for _ in range(4)]
-    stores = asyncio.ensure_future(threads.run(gates, load=False))
+    stores = asyncio.ensure_future(run(threads, gates, load=False))
     for gate in gates[:3]:
         await begun(gate)
     await asyncio.sleep(0.02)
@@ -95,10 +102,10 @@ async def test_stores_take_all_threads_but_one(pool: Pool) -> None:
 
 async def test_a_load_begins_at_once_however_many_stores_have_begun(pool: Pool) -> None:
     threads, gates = pool(3), [Gate() for _ in range(5)]
-    stores = asyncio.ensure_future(threads.run(gates, load=False))
+    stores = asyncio.ensure_future(run(threads, gates, load=False))
     await begun(gates[1])
     for _ in range(3):
-        assert await threads.run([lambda: "loaded"] * 7, load=True) == ["loaded"] * 7
+        assert await run(threads, [lambda: "loaded"] * 7, load=True) == ["loaded"] * 7
     assert not any(gate.ended for gate in gates)
     for gate in gates:
         gate.opened.set()
@@ -110,8 +117,8 @@ async def test_a_store_that_comes_with_a_slow_load_does_not_wait_for_it(pool: Po
     for _ in range(40):
         threads, slow = pool(4), Gate()
         await asyncio.sleep(0.005)
-        load = asyncio.ensure_future(threads.run([slow], load=True))
-        store = asyncio.ensure_future(threads.run([lambda: "stored"], load=False))
+        load = asyncio.ensure_future(run(threads, [slow], load=True))
+        store = asyncio.ensure_future(run(threads, [lambda: "stored"], load=False))
         async with asyncio.timeout(PATIENCE / 4):
             assert await store == ["stored"]
         assert not slow.ended
@@ -122,7 +129,7 @@ async def test_a_store_that_comes_with_a_slow_load_does_not_wait_for_it(pool: Po
 async def test_loads_that_come_together_begin_together(pool: Pool) -> None:
     for _ in range(20):
         threads, gates = pool(2), [Gate(), Gate()]
-        loads = [asyncio.ensure_future(threads.run([gate], load=True)) for gate in gates]
+        loads = [asyncio.ensure_future(run(threads, [gate], load=True)) for gate in gates]
         for gate in gates:
             await begun(gate)
         for gate in gates:
@@ -132,8 +139,8 @@ async def test_loads_that_come_together_begin_together(pool: Pool) -> None:
 
 async def test_one_thread_alone_loads_and_stores(pool: Pool) -> None:
     threads = pool(1)
-    assert await threads.run([lambda: "stored"], load=False) == ["stored"]
-    assert await threads.run([lambda: "loaded"], load=True) == ["loaded"]
+    assert await run(threads, [lambda: "stored"], load=False) == ["stored"]
+    assert await run(threads, [lambda: "loaded"], load=True) == ["loaded"]
 
 
 # -- operations of two parts ------------------------------------------------------------------
@@ -200,7 +207,7 @@ async def test_a_long_operation_does_not_begin_before_the_last_one_has_ended(poo
     threads, (one,) = pool(1), told_of(told, "one")
     first = asyncio.ensure_future(threads.run_cut(lambda: [one], load=False))
     await one.has_begun()
-    second = asyncio.ensure_future(threads.run([lambda: told.append("long")], load=False))
+    second = asyncio.ensure_future(threads.run(lambda: told.append("long")))
     await asyncio.sleep(0.05)
     one.opened.set()
     await asyncio.gather(first, second)
@@ -265,7 +272,7 @@ async def test_threads_that_are_closed_end_what_they_have_begun() -> None:
 @pytest.mark.parametrize("load", [True, False])
 async def test_a_job_of_no_operations_is_done_at_once(pool: Pool, load: bool) -> None:
     operations: list[Callable[[], object]] = []
-    job = asyncio.ensure_future(pool(1).run(operations, load=load))
+    job = asyncio.ensure_future(run(pool(1), operations, load=load))
     done, _ = await asyncio.wait({job}, timeout=PATIENCE)
     assert done, "an empty job never ends"
     assert job.result() == []
@@ -274,14 +281,14 @@ async def test_a_job_of_no_operations_is_done_at_once(pool: Pool, load: bool) ->
 async def test_loads_overtake_stores_that_wait(pool: Pool) -> None:
     threads, gate = pool(1), Gate()
     order: list[str] = []
-    first = asyncio.ensure_future(threads.run([gate], load=False))
+    first = asyncio.ensure_future(run(threads, [gate], load=False))
     await begun(gate)
     stores = [
-        asyncio.ensure_future(threads.run([lambda: order.append("store")] * 3, load=False))
+        asyncio.ensure_future(run(threads, [lambda: order.append("store")] * 3, load=False))
         for _ in range(2)
     ]
     await asyncio.sleep(0)
-    load = asyncio.ensure_future(threads.run([lambda: order.append("load")] * 2, load=True))
+    load = asyncio.ensure_future(run(threads, [lambda: order.append("load")] * 2, load=True))
     await asyncio.sleep(0)
     gate.opened.set()
     await asyncio.gather(first, load, *stores)
@@ -292,14 +299,17 @@ async def test_what_stores_may_wait_for_overtakes_them_and_no_load(pool: Pool) -
     threads, gate = pool(1), Gate()
     order: list[str] = []
 
-    def run(name: str, count: int, **how: bool) -> asyncio.Future[list[None]]:
-        return asyncio.ensure_future(threads.run([lambda: order.append(name)] * count, **how))
+    def begin(name: str, count: int, *, load: bool) -> asyncio.Future[list[Any]]:
+        return asyncio.ensure_future(run(threads, [lambda: order.append(name)] * count, load=load))
 
-    first = asyncio.ensure_future(threads.run([gate], load=False))
+    def grow() -> asyncio.Future[None]:
+        return asyncio.ensure_future(threads.run(lambda: order.append("grow"), ahead=True))
+
+    first = asyncio.ensure_future(run(threads, [gate], load=False))
     await begun(gate)
-    jobs = [run("store", 3, load=False), run("grow", 2, load=False, ahead=True)]
+    jobs: list[asyncio.Future[Any]] = [begin("store", 3, load=False), grow(), grow()]
     await asyncio.sleep(0)
-    jobs.append(run("load", 2, load=True))
+    jobs.append(begin("load", 2, load=True))
     await asyncio.sleep(0)
     gate.opened.set()
     await asyncio.gather(first, *jobs)
@@ -317,13 +327,13 @@ async def test_one_job_wakes_the_loop_once(pool: Pool) -> None:
         return wake(callback, *args, **options)
 
     loop.call_soon_threadsafe = counted  # type: ignore[assignment]
-    await threads.run([lambda: None] * 100, load=True)
+    await run(threads, [lambda: None] * 100, load=True)
     assert len(wake_ups) == 1
 
 
 async def test_the_loop_is_free_while_operations_block(pool: Pool) -> None:
     gate = Gate()
-    job = asyncio.ensure_future(pool(1).run([gate], load=True))
+    job = asyncio.ensure_future(run(pool(1), [gate], load=True))
     await begun(gate)
     for _ in range(100):
         await asyncio.sleep(0)
@@ -334,7 +344,7 @@ async def test_the_loop_is_free_while_operations_block(pool: Pool) -> None:
 
 async def test_a_cancelled_job_ends_only_when_its_operations_have(pool: Pool) -> None:
     gate = Gate()
-    job = asyncio.ensure_future(pool(1).run([gate], load=True))
+    job = asyncio.ensure_future(run(pool(1), [gate], load=True))
     await begun(gate)
     for _ in range(3):
         job.cancel()
@@ -350,7 +360,7 @@ async def test_operations_of_a_cancelled_job_that_had_not_begun_still_run(pool: 
     threads, gate = pool(1), Gate()
     ran: list[int] = []
     operations: list[Callable[[], object]] = [gate, lambda: ran.append(1)]
-    job = asyncio.ensure_future(threads.run(operations, load=False))
+    job = asyncio.ensure_future(run(threads, operations, load=False))
     await begun(gate)
     job.cancel()
     gate.opened.set()
@@ -367,13 +377,13 @@ async def test_an_operation_that_raises_fails_its_job_and_no_other(pool: Pool) -
 
     ran: list[int] = []
     operations: list[Callable[[], object]] = [broken, lambda: ran.append(1)]
-    job = asyncio.ensure_future(threads.run(operations, load=True))
+    job = asyncio.ensure_future(run(threads, operations, load=True))
     done, _ = await asyncio.wait({job}, timeout=PATIENCE)
     assert done, "the job of an operation that raised never ends"
     with pytest.raises(ZeroDivisionError):
         job.result()
     assert ran == [1], "the job ended before all of its operations had"
-    assert await threads.run([lambda: "alive"], load=True) == ["alive"]
+    assert await run(threads, [lambda: "alive"], load=True) == ["alive"]
 
 
 async def test_an_idle_thread_keeps_nothing_of_its_last_job_alive(pool: Pool) -> None:
@@ -383,14 +393,14 @@ async def test_an_idle_thread_keeps_nothing_of_its_last_job_alive(pool: Pool) ->
 
     threads, memory = pool(1), Memory()
     gone = weakref.ref(memory)
-    await threads.run([memory.use], load=True)
+    await run(threads, [memory.use], load=True)
     del memory
     await until_async(lambda: gc.collect() >= 0 and gone() is None)
 
 
 async def test_idle_waits_for_jobs_and_not_for_those_who_asked(pool: Pool) -> None:
     threads, gate = pool(1), Gate()
-    job = asyncio.ensure_future(threads.run([gate], load=True))
+    job = asyncio.ensure_future(run(threads, [gate], load=True))
     await begun(gate)
     idle = asyncio.ensure_future(threads.idle())
     done, _ = await asyncio.wait({idle}, timeout=0.01)
@@ -405,7 +415,7 @@ async def test_close_lets_queued_operations_end(pool: Pool) -> None:
     threads, gate = pool(1), Gate()
     ran: list[int] = []
     operations: list[Callable[[], object]] = [gate, *[lambda: ran.append(1)] * 5]
-    job = asyncio.ensure_future(threads.run(operations, load=False))
+    job = asyncio.ensure_future(run(threads, operations, load=False))
     await begun(gate)
     closing = asyncio.ensure_future(asyncio.to_thread(threads.close))
     await asyncio.sleep(0.01)
@@ -419,12 +429,12 @@ async def test_a_closed_pool_takes_no_job(pool: Pool) -> None:
     threads = pool(1)
     assert threads.close()
     with pytest.raises(RuntimeError, match="closed"):
-        await threads.run([lambda: None], load=True)
+        await run(threads, [lambda: None], load=True)
 
 
 async def test_close_tells_of_a_stuck_thread_in_the_time_it_was_given(pool: Pool) -> None:
     threads, gates = pool(3), [Gate(), Gate(), Gate()]
-    job = asyncio.ensure_future(threads.run(gates, load=True))
+    job = asyncio.ensure_future(run(threads, gates, load=True))
     for gate in gates:
         await begun(gate)
     start = time.monotonic()
@@ -441,7 +451,7 @@ import asyncio, threading
 from kvstore.tiers.disk.threads import IOThreads
 threads, begun, gate = IOThreads(1, "test"), threading.Event(), threading.Event()
 async def main():
-    job = asyncio.ensure_future(threads.run([begun.set, gate.wait], load=True))
+    job = asyncio.ensure_future(threads.run_cut(lambda: [begun.set, gate.wait], load=True))
     await asyncio.sleep(0)
     begun.wait(10)
     return job
@@ -449,12 +459,12 @@ loop = asyncio.new_event_loop()
 job = loop.run_until_complete(main())
 loop.close()
 gate.set()
-print(asyncio.run(threads.run([lambda: "alive"], load=True)), job.done())
+print(asyncio.run(threads.run(lambda: "alive")), job.done())
 """
     done = subprocess.run(
         [sys.executable, "-c", code], timeout=PATIENCE, capture_output=True, text=True, check=True
     )
-    assert done.stdout.split() == ["['alive']", "False"]
+    assert done.stdout.split() == ["alive", "False"]
     assert "Exception in thread" not in done.stderr
 
 
@@ -464,7 +474,7 @@ import asyncio, threading
 from kvstore.tiers.disk.threads import IOThreads
 async def main():
     threads = IOThreads(2, "stuck")
-    asyncio.ensure_future(threads.run([threading.Event().wait], load=True))
+    asyncio.ensure_future(threads.run(threading.Event().wait))
     await asyncio.sleep(0.05)
 loop = asyncio.new_event_loop()
 loop.run_until_complete(main())
@@ -476,7 +486,7 @@ loop.run_until_complete(main())
 async def test_the_last_thread_to_end_does_what_is_to_be_done_then() -> None:
     threads, gate = IOThreads(3, "test"), Gate()
     told: list[str] = []
-    job = asyncio.ensure_future(threads.run([gate], load=True))
+    job = asyncio.ensure_future(run(threads, [gate], load=True))
     await begun(gate)
     ending = asyncio.ensure_future(
         threads.end(lambda: told.append(threading.current_thread().name))
@@ -498,7 +508,7 @@ async def test_the_last_thread_to_end_does_what_is_to_be_done_then() -> None:
 async def test_what_is_to_be_done_at_the_end_is_done_after_a_call_that_was_left() -> None:
     threads, gate = IOThreads(2, "test"), Gate()
     done = threading.Event()
-    job = asyncio.ensure_future(threads.run([gate], load=True))
+    job = asyncio.ensure_future(run(threads, [gate], load=True))
     await begun(gate)
     threads.detach()
     with pytest.raises(TimeoutError):
@@ -534,13 +544,17 @@ async def test_under_loads_without_end_others_have_a_turn_now_and_then(pool: Poo
     threads, gate = pool(1), Gate()
     order: list[str] = []
 
-    def run(name: str, count: int, **how: bool) -> asyncio.Future[list[None]]:
-        return asyncio.ensure_future(threads.run([lambda: order.append(name)] * count, **how))
+    def begin(name: str, count: int, *, load: bool) -> asyncio.Future[list[Any]]:
+        return asyncio.ensure_future(run(threads, [lambda: order.append(name)] * count, load=load))
 
-    first = asyncio.ensure_future(threads.run([gate], load=True))
+    def grow() -> asyncio.Future[None]:
+        return asyncio.ensure_future(threads.run(lambda: order.append("grow"), ahead=True))
+
+    first = asyncio.ensure_future(run(threads, [gate], load=True))
     await begun(gate)
-    jobs = [run("load", 1, load=True) for _ in range(3 * LOADS_IN_A_ROW)]
-    jobs += [run("store", 1, load=False), run("grow", 1, load=False, ahead=True)]
+    jobs: list[asyncio.Future[Any]]
+    jobs = [begin("load", 1, load=True) for _ in range(3 * LOADS_IN_A_ROW)]
+    jobs += [begin("store", 1, load=False), grow()]
     await asyncio.sleep(0)
     gate.opened.set()
     await asyncio.gather(first, *jobs)

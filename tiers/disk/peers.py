@@ -240,9 +240,7 @@ class PeerLanes(Tier):
             more, found = False, Changes()
             try:
                 # The thread puts the portion together: nothing is left to do on the loop.
-                ((more, found),) = await volume.threads.run(
-                    [partial(known.look_on, steps)], load=False
-                )
+                more, found = await volume.threads.run(partial(known.look_on, steps))
             except TimeoutError:
                 pass
             finally:

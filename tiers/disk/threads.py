@@ -190,16 +190,16 @@ class IOThreads:
             self._close(None)
             raise
 
-    async def run(
-        self, operations: Sequence[Callable[[], _T]], *, load: bool, ahead: bool = False
-    ) -> list[_T]:
-        """Run `operations` and return their results in order; see `run_cut`."""
-        if not operations:
-            return []
+    async def run(self, call: Callable[[], _T], *, ahead: bool = False) -> _T:
+        """Return what `call` returns, which may take long. It has its turn among stores.
+
+        Args:
+            ahead: it comes before all of them. For the rest, see `run_cut`.
+        """
+        queue = self._before_stores if ahead else self._stores
         job = _Job(asyncio.get_running_loop())
-        queue = self._before_stores if ahead else self._loads if load else self._stores
-        done: list[_T] = await self._run(job, lambda: operations, queue)
-        return done
+        done: list[_T] = await self._run(job, lambda: [call], queue)
+        return done[0]
 
     async def run_cut(
         self, cut: Callable[[], Sequence[Callable[[], Parts[_T]]]], *, load: bool

@@ -348,7 +348,7 @@ class DiskTier(Tier):
         fewest_first = sorted(enumerate(self.volumes), key=lambda each: len(each[1].segments))
         for index, volume in fewest_first:
             # Stores may wait for nothing but this.
-            (outcome,) = await volume.threads.run([volume.grow], load=False, ahead=True)
+            outcome = await volume.threads.run(volume.grow, ahead=True)
             if not isinstance(outcome, str):
                 return self._segment(index, outcome), None
             told = outcome
@@ -363,7 +363,7 @@ class DiskTier(Tier):
         told: str | None = None
         for volume, its in zip(self.volumes, uses, strict=True):
             try:
-                (outcome,) = await volume.threads.run([partial(volume.note_uses, its)], load=False)
+                outcome = await volume.threads.run(partial(volume.note_uses, its))
             except TimeoutError as error:
                 outcome = str(error)
             told = told or outcome
@@ -372,7 +372,7 @@ class DiskTier(Tier):
     async def list_segment(self, segment: int) -> list[tuple[bytes, int]]:
         number, index = divmod(segment, len(self.volumes))
         volume = self.volumes[index]
-        (found,) = await volume.threads.run([partial(volume.list_segment, number)], load=False)
+        found = await volume.threads.run(partial(volume.list_segment, number))
         first = segment * self.geometry.slots
         return [(key, first + slot) for key, slot in found]
 
@@ -395,7 +395,7 @@ class DiskTier(Tier):
             return done
 
         try:
-            (done,) = await volume.threads.run([copy], load=False)
+            done = await volume.threads.run(copy)
         except TimeoutError as error:
             return Transfer([False] * len(keys), str(error), range(len(keys)))
         unread = [place for place, ok in enumerate(done.ok) if not ok and place not in done.lost]
@@ -412,8 +412,7 @@ class DiskTier(Tier):
     async def remove_segment(self, segment: int) -> str | None:
         number, index = divmod(segment, len(self.volumes))
         volume = self.volumes[index]
-        (told,) = await volume.threads.run([partial(volume.remove, number)], load=False)
-        return told
+        return await volume.threads.run(partial(volume.remove, number))
 
     async def outdated_segments(self) -> list[int]:
         if self.sealer is None:
@@ -433,7 +432,7 @@ class DiskTier(Tier):
             for number in list(volume.segments):
                 look = partial(volume.is_outdated, number, keys)
                 try:
-                    (outdated,) = await volume.threads.run([look], load=False)
+                    outdated = await volume.threads.run(look)
                 except TimeoutError as error:
                     raise KVStoreError(f"tier {self.name}: {error}") from error
                 if outdated:
@@ -458,7 +457,7 @@ class DiskTier(Tier):
             unchecked.rotate(-1)
             volume = self.volumes[index]
             check = partial(volume.list_unreadable, number, sealer.keys)
-            (found,) = await volume.threads.run([check], load=False)
+            found = await volume.threads.run(check)
             unchecked.pop()
             self._unreadable += len(found)
             if not unchecked:
@@ -504,9 +503,7 @@ class DiskTier(Tier):
         told: str | None = None
         for volume in self.volumes:
             try:
-                (outcome,) = await volume.threads.run(
-                    [partial(volume.erase_keys, keys)], load=False
-                )
+                outcome = await volume.threads.run(partial(volume.erase_keys, keys))
             except TimeoutError as error:
                 outcome = str(error)
             told = told or outcome
@@ -550,7 +547,7 @@ class DiskTier(Tier):
         """The highest answer of the volumes, None if one of them has none."""
         answers: list[int] = []
         for volume, call in zip(self.volumes, calls, strict=True):
-            (answer,) = await volume.threads.run([call], load=False)
+            answer = await volume.threads.run(call)
             if isinstance(answer, str):
                 logger.warning(
                     "disk tier: cannot be cleared: %s",
@@ -608,7 +605,7 @@ async def _close(volume: Volume, order: Iterable[tuple[int, int]]) -> None:
             )
 
     try:
-        await volume.threads.run([finish], load=False)
+        await volume.threads.run(finish)
     except TimeoutError as error:
         logger.warning(
             "disk tier: recency is not saved: %s",
