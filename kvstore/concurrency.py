@@ -1,4 +1,4 @@
-"""Loop thread, daemon threads, bounded waits, and the loop that an object belongs to."""
+"""Loop thread, daemon threads, bounded waits and calls, and the loop that an object belongs to."""
 
 from __future__ import annotations
 
@@ -22,6 +22,7 @@ __all__ = [
     "given_up_in_children",
     "in_thread",
     "new_event_loop",
+    "open_at_once",
     "outlast",
     "start_thread",
     "within",
@@ -56,6 +57,24 @@ def given_up_in_children(give_up: Callable[[_T], object]) -> weakref.WeakSet[_T]
 
     os.register_at_fork(after_in_child=in_child)
     return kept
+
+
+def open_at_once(
+    path: str | os.PathLike[str],
+    flags: int = os.O_RDONLY,
+    *,
+    follows: bool = False,
+    dir_fd: int | None = None,
+) -> int:
+    """Open a file as `os.open` does; a pipe in its place does not block the call.
+
+    A file that is made may be used by its owner alone.
+
+    Args:
+        follows: whether it may be a symbolic link.
+    """
+    flags |= os.O_CLOEXEC | os.O_NONBLOCK | (0 if follows else os.O_NOFOLLOW)
+    return os.open(path, flags, 0o600, dir_fd=dir_fd)
 
 
 def start_thread(thread: threading.Thread) -> None:

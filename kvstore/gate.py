@@ -15,6 +15,7 @@ from pathlib import Path
 from secrets import token_hex
 from typing import Any
 
+from kvstore.concurrency import open_at_once
 from kvstore.config import Config, DiskConfig, TierConfig
 from kvstore.errors import NOT_PARSED, ConfigError
 from kvstore.tiers.codec import CODECS, DTYPES, Codec
@@ -99,9 +100,7 @@ def read_gate(path: Path) -> Gate:
         ConfigError: if it cannot be read, or is no such file.
     """
     try:
-        # A pipe in its place must not block the call.
-        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
-        with os.fdopen(fd, "rb") as file:
+        with os.fdopen(open_at_once(path, follows=True), "rb") as file:
             told = json.load(file)
         if told.pop("format") != FORMAT:
             raise ConfigError(f"{path}: not of the format {FORMAT!r}")

@@ -27,6 +27,7 @@ from pathlib import Path
 from secrets import token_bytes
 from typing import Any, NamedTuple
 
+from kvstore.concurrency import open_at_once
 from kvstore.errors import NOT_PARSED, ConfigError
 from kvstore.types import Changes, about
 
@@ -454,7 +455,7 @@ def read_keys(path: Path, *, anybodys: bool = False) -> dict[str, Any]:
         ConfigError: if it cannot be read, others may read or write it, or it is not TOML.
     """
     try:
-        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+        fd = open_at_once(path, follows=True)
         with os.fdopen(fd, "rb") as file:
             found = os.fstat(fd)
             if not stat.S_ISREG(found.st_mode):

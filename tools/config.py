@@ -18,6 +18,7 @@ from urllib.parse import unquote, urlsplit
 import attrs
 
 from kvstore.assembly import key_ring, names_added, namespace_of, rows_for, spans_of
+from kvstore.concurrency import open_at_once
 from kvstore.config import Config, DiskConfig, TierConfig
 from kvstore.config.describe import Key, json_schema, keys_of, reference, sample, shown_value
 from kvstore.config.values import without_passwords
@@ -224,7 +225,7 @@ def _check_recording(config: Config) -> None:
     if config.record_trace is None:
         return
     try:
-        fd = os.open(config.record_trace, os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+        fd = open_at_once(config.record_trace, os.O_RDWR)
     except FileNotFoundError:
         if not os.access(there := _existing(config.record_trace.parent), os.W_OK | os.X_OK):
             raise ConfigError(f"{there} cannot be written to by this user") from None

@@ -25,6 +25,7 @@ from typing import Any
 
 from kvstore.api.sync import SyncStore, open_sync
 from kvstore.assembly import names_added
+from kvstore.concurrency import open_at_once
 from kvstore.config import Config, DiskConfig
 from kvstore.errors import MALFORMED, ForeignFileError, KVStoreError, PathUnusableError
 from kvstore.maintenance.payloads import Proof, read_payload, sealer_of
@@ -245,7 +246,7 @@ def read_chunk(place: Place, sealer: Sealer | None = None) -> bytes | None:
     Of one that is encrypted with a key that is not known, only the size is looked at.
     """
     try:
-        fd = os.open(place.path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK)
+        fd = open_at_once(place.path)
     except OSError:
         return None
     try:
@@ -488,7 +489,7 @@ def import_bundle(
         what = "is" if around == Path(path).absolute() else f"is in {around},"
         raise PathUnusableError(f"{path} {what} a namespace: give the folder that it is in")
     # One that is no file shall be told, not waited for.
-    fd = os.open(file, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+    fd = open_at_once(file, follows=True)
     try:
         if not stat.S_ISREG(os.fstat(fd).st_mode):
             raise KVStoreError(f"{file} is no regular file")

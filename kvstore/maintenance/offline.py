@@ -16,6 +16,7 @@ from typing import TypeVar
 
 import numpy as np
 
+from kvstore.concurrency import open_at_once
 from kvstore.errors import (
     ConfigError,
     ForeignFileError,
@@ -392,8 +393,7 @@ def _open_to_write(path: Path, trust: Trust, *, dry_run: bool) -> int:
         ForeignFileError: if the file must not be written to.
         OSError: from the file system.
     """
-    access = os.O_RDONLY if dry_run else os.O_RDWR
-    fd = os.open(path, access | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK)
+    fd = open_at_once(path, os.O_RDONLY if dry_run else os.O_RDWR)
     fault = trust.file_fault(fd, written=True)
     if fault is not None:
         os.close(fd)

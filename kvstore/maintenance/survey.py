@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from kvstore.concurrency import open_at_once
 from kvstore.errors import ForeignFileError, KVStoreError, PathUnusableError
 from kvstore.maintenance.payloads import Proof, payload_fault, sealer_of
 from kvstore.policies.shares import OTHERS, TAG_BYTES, tag_of
@@ -411,7 +412,7 @@ def _verify_segment(
     try:
         header, live, _ = read_index(path)
         live = live.of_epoch(*epochs)
-        fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK)
+        fd = open_at_once(path)
     except (ForeignFileError, OSError) as error:
         if os.path.lexists(path):
             yield Fault.of(path, error)

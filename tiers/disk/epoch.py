@@ -18,6 +18,7 @@ import stat
 import time
 from pathlib import Path
 
+from kvstore.concurrency import open_at_once
 from kvstore.errors import ForeignFileError, PathUnusableError
 from kvstore.tiers.disk import namespace
 from kvstore.tiers.disk.io.base import write_whole
@@ -42,7 +43,7 @@ def read_epoch(folder: Path) -> int:
     """
     file = folder / EPOCH_NAME
     try:
-        fd = os.open(file, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK)
+        fd = open_at_once(file)
         try:
             if not stat.S_ISREG(os.fstat(fd).st_mode):
                 raise OSError(errno.EINVAL, "not a regular file")

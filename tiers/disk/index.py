@@ -23,6 +23,7 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
+from kvstore.concurrency import open_at_once
 from kvstore.tiers.disk.format import (
     ALIGN,
     RECORD,
@@ -231,8 +232,7 @@ def read_index(path: Path) -> tuple[Header, LiveRecords, int]:
         ForeignFileError: if it is not a segment.
         OSError: as the system says.
     """
-    # A pipe in its place must not block the call.
-    fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK)
+    fd = open_at_once(path)
     try:
         header = parse_header(read_bytes(fd, ALIGN, 0), str(path))
         return header, IndexFile(fd, header).live(), os.fstat(fd).st_size

@@ -16,7 +16,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import NamedTuple
 
-from kvstore.concurrency import given_up_in_children
+from kvstore.concurrency import given_up_in_children, open_at_once
 from kvstore.errors import ForeignFileError, LaneBusyError, PathUnusableError
 from kvstore.tiers.disk.epoch import MAX_EPOCH
 from kvstore.tiers.disk.segment import read_header, segment_files
@@ -232,7 +232,7 @@ _logged: set[str] = set()
 def lane_owner(folder: Path) -> Owner | None:
     """The process that owns the lane now, or None."""
     with contextlib.suppress(OSError, ValueError):
-        fd = os.open(folder / LOCK_NAME, _TO_LOOK)
+        fd = open_at_once(folder / LOCK_NAME)
         try:
             if not _locked(fd, fcntl.LOCK_SH):
                 pid, epoch = _told(fd)
@@ -254,7 +254,7 @@ def newest_told(namespace: Path, trust: Trust = ANYBODYS) -> tuple[int, Path]:
     newest = 0, namespace
     for _, folder in lane_folders(namespace, trust):
         with contextlib.suppress(OSError, ValueError):
-            fd = os.open(folder / LOCK_NAME, _TO_LOOK)
+            fd = open_at_once(folder / LOCK_NAME)
             try:
                 if trust.file_fault(fd, written=True) is None:
                     newest = max(newest, (_told(fd)[1] or 0, folder))
@@ -264,7 +264,6 @@ def newest_told(namespace: Path, trust: Trust = ANYBODYS) -> tuple[int, Path]:
 
 
 _A_FOLDER = os.O_PATH | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
-_TO_LOOK = os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK
 
 
 def _told(fd: int) -> tuple[int | None, int | None]:
@@ -283,8 +282,7 @@ def sharing(folder: Path, trust: Trust) -> Iterator[int | None]:
     Raises:
         OSError: as the system says, if there is no lock file above all.
     """
-    flags = os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK
-    fd = os.open(folder / LOCK_NAME, flags)
+    fd = open_at_once(folder / LOCK_NAME, os.O_RDWR)
     try:
         sound = trust.file_fault(fd, written=True) is None
         yield fd if sound and _locked(fd, fcntl.LOCK_SH) else None
@@ -293,13 +291,12 @@ def sharing(folder: Path, trust: Trust) -> Iterator[int | None]:
 
 
 def _lock(folder: Path, trust: Trust) -> int | None:
-    flags = os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK
     try:
         try:
-            fd = os.open(folder / LOCK_NAME, flags | os.O_CREAT | os.O_EXCL, 0o600)
+            fd = open_at_once(folder / LOCK_NAME, os.O_RDWR | os.O_CREAT | os.O_EXCL)
             fresh = True
         except FileExistsError:
-            fd = os.open(folder / LOCK_NAME, flags)
+            fd = open_at_once(folder / LOCK_NAME, os.O_RDWR)
             fresh = False
     except OSError as error:
         raise PathUnusableError(

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from kvstore.concurrency import open_at_once
 from kvstore.errors import (
     MALFORMED,
     ConfigError,
@@ -168,8 +169,7 @@ def read_namespace(folder: Path, trust: Trust = ANYBODYS) -> dict[str, Any]:
     """
     file = folder / FILE_NAME
     try:
-        # A pipe in its place must not block the call.
-        fd = os.open(file, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK)
+        fd = open_at_once(file)
         with os.fdopen(fd, "rb") as handle:
             fault = trust.file_fault(fd, written=False)
             if fault is not None:

@@ -18,6 +18,7 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
+from kvstore.concurrency import open_at_once
 from kvstore.errors import ForeignFileError
 from kvstore.tiers.disk.descriptors import NO_DESCRIPTORS
 from kvstore.tiers.disk.format import (
@@ -267,7 +268,7 @@ def read_header(path: Path) -> Header:
         OSError: if no more files may be open.
     """
     try:
-        fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK)
+        fd = open_at_once(path)
         try:
             page = read_bytes(fd, ALIGN, 0)
         finally:

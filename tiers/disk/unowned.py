@@ -24,6 +24,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+from kvstore.concurrency import open_at_once
 from kvstore.errors import ForeignFileError, KVStoreError
 from kvstore.tiers.disk.descriptors import NO_DESCRIPTORS
 from kvstore.tiers.disk.lane import PID_BYTES, Lane, lane_folders, sharing
@@ -161,7 +162,7 @@ class UnownedLanes:
                 return
             if read_header(one.path).namespace != one.namespace:
                 return
-            fd = os.open(one.path, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK)
+            fd = open_at_once(one.path, os.O_RDWR)
             try:
                 if self._trust.file_fault(fd, written=True) is not None:
                     return

@@ -20,6 +20,7 @@ from collections.abc import AsyncIterator, Callable, Collection, Iterable, Seque
 from functools import partial
 from typing import Any, TypeVar
 
+from kvstore.concurrency import open_at_once
 from kvstore.errors import PathUnusableError
 from kvstore.tiers.remote.client import StoreError, Unread
 from kvstore.tiers.remote.loop import in_thread
@@ -286,9 +287,7 @@ class DirectoryClient:
     def _read(self, folder: int, at: str, size: int, name: str) -> bytes | str:
         """Read a value; b"" if it has another size; an error message if it is not trusted."""
         try:
-            # Non-blocking, in case the file is a pipe.
-            flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
-            fd = os.open(at, flags, dir_fd=folder)
+            fd = open_at_once(at, dir_fd=folder)
         except OSError as error:
             if error.errno != errno.ELOOP:
                 raise

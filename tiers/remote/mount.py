@@ -9,6 +9,7 @@ import stat
 import time
 from pathlib import Path
 
+from kvstore.concurrency import open_at_once
 from kvstore.tiers.disk.trust import STRICT, Trust, open_folder
 from kvstore.tiers.remote.client import StoreError
 
@@ -116,8 +117,7 @@ class Mount:
 
 def _text_of(mark: Path) -> str | None:
     """What is in a mark; None if it is none, or may not be read."""
-    with contextlib.suppress(OSError, UnicodeDecodeError):
-        flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
-        with open(os.open(mark, flags), encoding="ascii") as file:
-            return file.read(MOST_MARK)
+    readable = contextlib.suppress(OSError, UnicodeDecodeError)
+    with readable, open(open_at_once(mark), encoding="ascii") as file:
+        return file.read(MOST_MARK)
     return None
