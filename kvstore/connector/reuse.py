@@ -3,34 +3,23 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Iterable
-from functools import wraps
-from typing import Any, TypeVar, cast
+from collections.abc import Iterable, Sequence
 
 from kvstore.connector.contract import (
+    OffloadingEvent,
     OffloadingManager,
     PrepareStoreOutput,
     RequestContext,
     asking,
+    by_lists,
 )
+from kvstore.connector.mediums import LoadStoreSpec
+from kvstore.connector.queued import GroupSizes, QueuedKeys
 
 __all__ = ["FilterReusedOffloadingManager"]
 
 MOST_REQUESTS = 2**14
 """Most requests that are remembered, if a server does not report their ends."""
-
-
-_Method = TypeVar("_Method", bound=Callable[..., Any])
-
-
-def _passed_on(method: _Method) -> _Method:
-    """Return a method that calls the same one of the backing manager, in the form it was called."""
-
-    @wraps(method, updated=())
-    def passing_on(self: FilterReusedOffloadingManager, *given: Any, **named: Any) -> Any:
-        return getattr(self.backing, method.__name__)(*given, **named)
-
-    return cast(_Method, passing_on)
 
 
 class FilterReusedOffloadingManager(OffloadingManager):
@@ -102,15 +91,6 @@ class FilterReusedOffloadingManager(OffloadingManager):
         wanted = [key for key in keys if counts.get(key, 0) >= enough]
         return self.backing.prepare_store(wanted, *_where(req_context))
 
-    def on_request_finished(self, req_context: RequestContext) -> None:
-        self._named.pop(req_context.req_id, None)
-        self.backing.on_request_finished(req_context)
-
-    def reset(self) -> None:
-        self.counts.clear()
-        self._named.clear()
-        self.backing.reset()
-
     def _count_for(self, request: str, keys: Iterable[bytes]) -> None:
         """Count the request once for each of these keys."""
         known = self._named.setdefault(request, set())
@@ -128,22 +108,77 @@ class FilterReusedOffloadingManager(OffloadingManager):
                 counts.popitem(last=False)
             counts[key] = count + 1
 
-    is_deferred = _passed_on(OffloadingManager.is_deferred)
-    prepare_load = _passed_on(OffloadingManager.prepare_load)
-    touch = _passed_on(OffloadingManager.touch)
-    complete_load = _passed_on(OffloadingManager.complete_load)
-    complete_store = _passed_on(OffloadingManager.complete_store)
-    on_new_request = _passed_on(OffloadingManager.on_new_request)
-    on_request_queued = _passed_on(OffloadingManager.on_request_queued)
-    on_request_turn = _passed_on(OffloadingManager.on_request_turn)
-    on_request_decided = _passed_on(OffloadingManager.on_request_decided)
-    is_coming = _passed_on(OffloadingManager.is_coming)
-    most_tokens = _passed_on(OffloadingManager.most_tokens)
-    on_schedule_end = _passed_on(OffloadingManager.on_schedule_end)
-    on_step_reported = _passed_on(OffloadingManager.on_step_reported)
-    has_pending_work = _passed_on(OffloadingManager.has_pending_work)
-    take_events = _passed_on(OffloadingManager.take_events)
-    shutdown = _passed_on(OffloadingManager.shutdown)
+    # -- passed on to the backing manager --------------------------------------------------
+
+    def is_deferred(self, req_context: RequestContext) -> bool:
+        return self.backing.is_deferred(req_context)
+
+    def prepare_load(
+        self, keys: Iterable[bytes], req_context: RequestContext | None = None
+    ) -> LoadStoreSpec:
+        return self.backing.prepare_load(keys, *_where(req_context))
+
+    def touch(self, keys: Iterable[bytes], req_context: RequestContext | None = None) -> None:
+        self.backing.touch(keys, *_where(req_context))
+
+    def complete_load(
+        self, keys: Iterable[bytes], req_context: RequestContext | None = None
+    ) -> None:
+        self.backing.complete_load(keys, *_where(req_context))
+
+    def complete_store(
+        self,
+        keys: Iterable[bytes],
+        req_context: RequestContext | bool | None = None,
+        success: bool = True,
+    ) -> None:
+        req_context, success = by_lists(req_context, success)
+        if req_context is None:
+            self.backing.complete_store(keys, success=success)
+        else:
+            self.backing.complete_store(keys, req_context, success)
+
+    def on_new_request(self, req_context: RequestContext) -> None:
+        self.backing.on_new_request(req_context)
+
+    def on_request_queued(self, req_context: RequestContext, groups: Sequence[QueuedKeys]) -> None:
+        self.backing.on_request_queued(req_context, groups)
+
+    def on_request_turn(self, req_context: RequestContext) -> None:
+        self.backing.on_request_turn(req_context)
+
+    def on_request_decided(self, req_context: RequestContext, *, loads: bool, start: int) -> None:
+        self.backing.on_request_decided(req_context, loads=loads, start=start)
+
+    def is_coming(self, key: bytes) -> bool:
+        return self.backing.is_coming(key)
+
+    def most_tokens(self, groups: GroupSizes, keys: Sequence[bytes] = ()) -> int:
+        return self.backing.most_tokens(groups, keys)
+
+    def on_request_finished(self, req_context: RequestContext) -> None:
+        self._named.pop(req_context.req_id, None)
+        self.backing.on_request_finished(req_context)
+
+    def on_schedule_end(self, context: object = None, *, computes: bool | None = None) -> None:
+        self.backing.on_schedule_end(context, computes=computes)
+
+    def on_step_reported(self) -> None:
+        self.backing.on_step_reported()
+
+    def has_pending_work(self) -> bool:
+        return self.backing.has_pending_work()
+
+    def take_events(self) -> Iterable[OffloadingEvent]:
+        return self.backing.take_events()
+
+    def reset(self) -> None:
+        self.counts.clear()
+        self._named.clear()
+        self.backing.reset()
+
+    def shutdown(self) -> None:
+        self.backing.shutdown()
 
 
 def _where(req_context: RequestContext | None) -> tuple[RequestContext, ...]:
