@@ -101,10 +101,14 @@ def run_config(options: argparse.Namespace) -> int:
 
 
 def _check(options: argparse.Namespace) -> int:
-    values, config = read_config(options.file)
-    if options.chunk_bytes is not None and config.chunk_bytes is None:
-        config = attrs.evolve(config, chunk_bytes=options.chunk_bytes)
-    lines = [*explain(values, config), *_missing(options.file, config)]
+    values, said = read_config(options.file)
+    config = said
+    if options.chunk_bytes is not None and said.chunk_bytes is None:
+        config = attrs.evolve(said, chunk_bytes=options.chunk_bytes)
+    lines = [*explain(values, config)]
+    if options.file is None or options.file.suffix != ".json":
+        # What a server of one's own must say, and others set.
+        lines += [*_missing(config), *_of_others(said)]
     warned = [line for line in lines if line.warning]
     if options.json:
         print_json({"values": [asdict(line) for line in lines]})
@@ -144,15 +148,16 @@ def explain(values: Mapping[str, Any], config: Config) -> Iterator[Line]:
             yield _line(prefix, key, getattr(tier, name), name in its or short, config, tier)
 
 
-def _missing(file: Path | None, config: Config) -> Iterator[Line]:
-    """What a server of one's own must say, and vLLM sets."""
-    if file is not None and file.suffix == ".json":
-        return
+def _missing(config: Config) -> Iterator[Line]:
     for key in ("chunk_bytes", "identity"):
         try:
             getattr(config, f"given_{key}")
         except ConfigError as error:
             yield Line(key, "none", False, warning=str(error))
+
+
+def _of_others(config: Config) -> Iterator[Line]:
+    """The folders of the same name that are of another identity, where that is known."""
     with contextlib.suppress(ConfigError):  # What is wrong with a codec is told of its own key.
         size = config.given_chunk_bytes
         ours = namespace_of(config, size, round_to_page(size), "", config.given_identity)

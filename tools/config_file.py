@@ -13,18 +13,20 @@ from kvstore.errors import NOT_PARSED, ConfigError
 
 __all__ = ["read_config"]
 
+SPEC = "KVStoreOffloadingSpec"
+
 VLLM_NAMES: Mapping[str, Mapping[str, Sequence[str | None]]] = {
     "KVStoreConnector": {
-        "kv_connector_module_path": ("kvstore.vllm",),
-        "spec_name": ("KVStoreOffloadingSpec", None),
-        "spec_module_path": ("kvstore.vllm", None),
+        "kv_connector_module_path": ("kvstore.vllm", "kvstore.vllm.connector"),
+        "spec_name": (SPEC, None),
     },
     "OffloadingConnector": {
-        "spec_name": ("KVStoreOffloadingSpec",),
-        "spec_module_path": ("kvstore.vllm",),
+        "kv_connector_module_path": (None,),
+        "spec_name": (SPEC,),
+        "spec_module_path": ("kvstore.vllm", "kvstore.vllm.spec"),
     },
 }
-"""For each connector what vLLM must be told beside its name; None: or nothing."""
+"""For each connector what vLLM must be told beside its name; None: or not told."""
 
 ROLES = ("kv_both", "kv_producer", "kv_consumer")
 
@@ -103,8 +105,8 @@ def _check_names(file: Path, told: Mapping[str, Any], extra: Mapping[str, Any]) 
     names = VLLM_NAMES.get(str(connector))
     wanted = {"kv_connector": tuple(VLLM_NAMES)} if names is None else {"kv_role": ROLES, **names}
     for key, allowed in wanted.items():
-        value = (extra if key.startswith("spec_") else told).get(key)
-        if value not in allowed:
-            said = f"{key} = {value!r}" if key in told or key in extra else f"{key} is missing"
-            right = ", ".join(str(name) for name in allowed if name is not None)
+        its = extra if key.startswith("spec_") else told
+        if (its[key] is None or its[key] not in allowed) if key in its else None not in allowed:
+            said = f"{key} = {its[key]!r}" if key in its else f"{key} is missing"
+            right = ", ".join(filter(None, allowed)) or "none: leave it out"
             raise ConfigError(f"{file}: {said}: allowed are {right}")

@@ -545,12 +545,12 @@ def _is_whole(
     store: SyncStore, key: bytes, places: Mapping[bytes, Place], sealer: Sealer | None
 ) -> bool:
     """Whether a chunk can be read. To look at it is no use of it, which the store would note."""
-    place = places.get(key)
-    if (
-        place is not None
-        and place.proof.checkable(sealer)
-        and read_chunk(place, sealer) is not None
-    ):
+    copy, whole = places.get(key), key in places
+    while copy is not None and whole:
+        # Any of them may be the one that a server reads.
+        whole = copy.proof.checkable(sealer) and read_chunk(copy, sealer) is not None
+        copy = copy.older
+    if whole:
         return True
     # The store misses what is damaged there, and stores it anew.
     with store.get([key]) as chunks:

@@ -100,8 +100,9 @@ class TenantOffloadingManager(KVStoreOffloadingManager):
         told = _told(req_context)
         if not told:
             return params
-        taken = {TENANT, PUBLIC_TOKENS} if _is_count(told.get(PUBLIC_TOKENS, 0)) else {TENANT}
+        public = told.get(PUBLIC_TOKENS)
         # A malformed one counts as a hint that is not known.
+        taken = (TENANT, PUBLIC_TOKENS) if public is None or _is_count(public) else (TENANT,)
         rest = {key: value for key, value in told.items() if key not in taken}
         return {**params, PARAMS_KEY: rest}
 
@@ -139,7 +140,7 @@ class LoRATenantOffloadingManager(LoRAOffloadingManager, TenantOffloadingManager
 
 
 def _is_count(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value >= 0
+    return type(value) is int and value >= 0
 
 
 def _told(req_context: ReqContext) -> Mapping[str, Any]:

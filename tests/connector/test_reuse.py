@@ -195,3 +195,19 @@ def test_a_request_counts_once_although_a_part_of_its_prefix_is_fetched_first() 
     assert stored(manager, [A, B, C]) == []
     assert manager.lookup_prefix([A, B, C], ReqContext("two")) == 1
     assert stored(manager, [A, B, C]) == [A, B, C], "it has named all of them"
+
+
+def test_a_failed_store_stays_failed_whichever_form_the_backing_manager_takes() -> None:
+    told: list[tuple[object, object]] = []
+
+    class Named(Lists):
+        def complete_store(
+            self, keys: Iterable[bytes], req_context: object = None, success: bool = True
+        ) -> None:
+            told.append((req_context, success))
+
+    manager, who = FilterReusedOffloadingManager(Named()), ReqContext("r")
+    manager.complete_store([A], False)
+    manager.complete_store([A], None, False)
+    manager.complete_store([A], who, False)
+    assert told == [(None, False), (None, False), (who, False)]

@@ -304,6 +304,28 @@ async def test_to_import_what_is_there_is_no_use_of_it(tmp_path: Path) -> None:
     }
 
 
+async def test_an_import_mends_a_chunk_of_which_any_copy_is_damaged(tmp_path: Path) -> None:
+    here, file = tmp_path / "here", tmp_path / "bundle"
+    namespace = await fill(here)
+    export_bundle(here, file)
+    shutil.copytree(namespace / "lane-0", namespace / "lane-1")
+    place = places_of(the_namespace(here))[KEYS[0]]
+    assert place.older is not None
+    for copy in (place, place.older):
+        with copy.path.open("r+b") as segment:
+            segment.seek(copy.offset)
+            whole = segment.read(6)
+            segment.seek(copy.offset)
+            segment.write(b"damage")
+        done = import_bundle(file, here)
+        assert (done.faults, done.stored) == ([], len(KEYS))
+        async with kvstore.open(settings(here)) as store:
+            assert await contents(store, KEYS[:1]) == payloads(KEYS[:1])
+        with copy.path.open("r+b") as segment:
+            segment.seek(copy.offset)
+            segment.write(whole)
+
+
 async def test_a_capacity_counts_only_lanes_that_hold_something(tmp_path: Path) -> None:
     await fill(tmp_path / "here")
     file, there = tmp_path / "bundle", tmp_path / "there"

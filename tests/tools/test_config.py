@@ -152,6 +152,8 @@ DISK = {"disk": "kv", "disk_bytes": "1GiB"}
         ("KVStoreConnector", {}, None),
         ("KVStoreConnector", OURS | DISK, None),
         ("KVStoreConnector", {"spec_name": "Nope"}, "spec_name = 'Nope': allowed are KVStoreOff"),
+        ("KVStoreConnector", {"spec_name": None}, "spec_name = None: allowed are KVStoreOff"),
+        ("KVStoreConnector", {"spec_module_path": "anything"}, None),
         ("KVStoreConnector", DISK | {"automatic_identity": False}, "false needs identity"),
         ("OffloadingConnector", OURS, None),
         ("OffloadingConnector", OURS | DISK | BY_HAND, None),
@@ -178,6 +180,14 @@ def test_a_connector_of_vllm_must_find_ours_and_tell_it_enough(
         assert main(["config", "check", file]) == 2
         assert "kv_connector_module_path is missing" in capsys.readouterr().err
         told["kv_connector_module_path"] = "kvstore.vllm"
+    else:
+        wrong = written(
+            tmp_path, json.dumps({**told, "kv_connector_module_path": "kvstore.vllm"}), "a.json"
+        )
+        assert main(["config", "check", wrong]) == 2
+        assert (
+            "kv_connector_module_path = 'kvstore.vllm': allowed are none" in capsys.readouterr().err
+        )
     file = written(tmp_path, json.dumps(told), "vllm.json")
     assert main(["config", "check", file]) == (2 if message else 0)
     assert message is None or message in capsys.readouterr().err
@@ -331,6 +341,10 @@ def test_a_cache_of_the_same_name_that_is_of_another_model_is_told(
     assert "WRONG namespace: " in told
     assert "model is None there and 'another' here" in told
     assert check(chunk_bytes="8192") == 1
+    # What a server adds to the identity that knows the size itself is not known here.
+    assert check(chunk_bytes="") == 1
+    file = str(tmp_path / "kvstore.toml")
+    assert main(["config", "check", file, "--chunk-bytes", "4096"]) == 0
 
 
 def test_a_store_is_checked_with_its_codec(

@@ -257,6 +257,9 @@ def test_what_no_command_mends_says_what_to_do_and_that_helps(cache: Path, run: 
     described = namespace_of(cache) / "namespace.json"
     described.write_text("{")
     assert "namespace.json: not a namespace file" in run("verify", cache)[1]
+    described.write_text('{"format": "of another application"}')
+    assert "not a namespace file ('of another application')" in run("verify", cache)[1]
+    described.write_text("{")
     with pytest.raises(ForeignFileError, match="remove it: the next server"):
         kvstore.open_sync(config(cache))
     described.unlink()

@@ -183,8 +183,8 @@ def read_namespace(folder: Path, trust: Trust = ANYBODYS) -> dict[str, Any]:
         if len(raw) > MAX_FILE_BYTES:
             raise ValueError("too large")
         found = json.loads(raw)
-        if not isinstance(found, dict) or found["format"] != "kvstore namespace":
-            raise ValueError("another format")
+        if found["format"] != "kvstore namespace":
+            raise ForeignFileError(f"{file}: not a namespace file ({found['format']!r:.60})")
         if found["version"] != 1:
             raise ForeignFileError(
                 f"{file}: version {found['version']}; this program reads version 1"
