@@ -201,7 +201,7 @@ def test_a_failed_store_stays_failed_whichever_form_the_backing_manager_takes() 
     told: list[tuple[object, object]] = []
 
     class Named(Lists):
-        def complete_store(
+        def complete_store(  # type: ignore[override]
             self, keys: Iterable[bytes], req_context: object = None, success: bool = True
         ) -> None:
             told.append((req_context, success))

@@ -182,7 +182,7 @@ def read_namespace(folder: Path, trust: Trust = ANYBODYS) -> dict[str, Any]:
     try:
         if len(raw) > MAX_FILE_BYTES:
             raise ValueError("too large")
-        found = json.loads(raw)
+        found: dict[str, Any] = json.loads(raw)
         if found["format"] != "kvstore namespace":
             raise ForeignFileError(f"{file}: not a namespace file ({found['format']!r:.60})")
         if found["version"] != 1:
