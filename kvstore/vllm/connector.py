@@ -35,6 +35,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.offloading.worker import Offlo
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector import OffloadingConnector
 from vllm.v1.kv_offload.base import OffloadingSpec, make_offload_key
 from vllm.v1.kv_offload.factory import OffloadingSpecFactory
+from vllm.v1.request import RequestStatus
 
 from kvstore.connector.queued import GroupSizes, QueuedKeys
 from kvstore.errors import ConfigError
@@ -307,6 +308,31 @@ class KVStoreConnector(OffloadingConnector):  # type: ignore[misc]
         self._pause_told = self._pause_told and has_paused(self._owner)
         look = 0 if self._manager is None else self._manager.look
         return StepMetadata(**_values(orders), look=look) if look else orders
+
+    def request_finished(self, request: Any, block_ids: Any) -> Any:
+        self._forget_uncomputed(request)
+        return super().request_finished(request, block_ids)
+
+    def request_finished_all_groups(self, request: Any, block_ids: Any) -> Any:
+        self._forget_uncomputed(request)
+        return super().request_finished_all_groups(request, block_ids)
+
+    def _forget_uncomputed(self, request: Any) -> None:
+        """Keep vLLM's half from storing blocks of a request that were not computed whole.
+
+        It takes the whole prompt of each request for computed that was not aborted, and still has
+        the blocks of one that was preempted, which belong to others by then.
+        """
+        scheduler = self.connector_scheduler
+        assert scheduler is not None
+        # Of one that ended with an error nobody knows what was computed.
+        failed = request.status is RequestStatus.FINISHED_ERROR
+        computed = 0 if failed else request.num_computed_tokens
+        known = _state(scheduler, request.request_id)
+        states = () if known is None else known.group_states
+        for group, state in zip(scheduler.config.kv_group_configs, states, strict=bool(states)):
+            chunks = computed // group.tokens_per_chunk
+            del state.block_ids[chunks * scheduler.config.blocks_per_chunk :]
 
     def update_connector_output(self, connector_output: Any) -> None:
         report = connector_output.kv_connector_worker_meta

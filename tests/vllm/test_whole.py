@@ -349,6 +349,36 @@ def test_a_part_of_a_chunk_is_never_taken_for_the_whole(
         serve(open_server(**shape, windows=(None, 10)))
 
 
+@pytest.mark.parametrize("preempted", [False, True])
+def test_of_a_request_that_ends_early_only_what_was_computed_is_stored(
+    open_server: Any, preempted: bool
+) -> None:
+    """vLLM takes the whole prompt for computed, and the blocks for its own, but for aborts."""
+    server = open_server(rows=512, blocks=128)
+    busy = server.add([1] * 8, tokens=60)
+    server.step()
+    prompt = [(place * 7) % 90 for place in range(150)]
+    name = server.add(prompt)
+    # Beside the other one a step has room for no whole number of blocks.
+    server.step()
+    request = server.requests[name]
+    assert 100 < request.num_computed_tokens < len(prompt)
+    assert request.num_computed_tokens % 4
+    if preempted:
+        # What was in flight when it was preempted has ended it.
+        server.scheduler.running.remove(request)
+        server.scheduler._preempt_request(request, 0.0)
+        server.add([(place * 11 + 5) % 90 for place in range(150)])
+    ended = RequestStatus.FINISHED_STOPPED if preempted else RequestStatus.FINISHED_ERROR
+    server.scheduler.finish_requests({name}, ended)
+    while not server.requests[busy].is_finished():
+        server.step()
+    server.settle()
+    server.forget()
+    # It fails where a token is read that was not computed.
+    server.serve(prompt)
+
+
 @pytest.mark.parametrize(("windows", "chunks"), [((None,), 64), ((None, 10), 76)])
 def test_a_request_in_the_queue_is_fetched_for_before_its_turn(
     open_server: Any, windows: Any, chunks: int

@@ -179,7 +179,7 @@ class Server:
                 kv_connector="KVStoreConnector",
                 kv_connector_module_path="kvstore.vllm",
                 kv_role="kv_both",
-                kv_connector_extra_config=dict(options),
+                kv_connector_extra_config={"offload_prompt_only": False, **options},
             ),
         )
         config.scheduler_config.async_scheduling = False

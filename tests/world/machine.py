@@ -143,9 +143,9 @@ def alive(
         put(sys, "unraisablehook", lambda told: None)
         gc.disable()
         stack.callback(gc.enable)
-        # What is there already is not looked through at each burial.
+        # What is there already is not looked through at each burial, and not afterwards: a process
+        # of tests has much of it.
         gc.freeze()
-        stack.callback(gc.unfreeze)
         try:
             yield handler
         finally:
