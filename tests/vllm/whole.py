@@ -77,7 +77,10 @@ class Server:
         worker: vLLM's half of the connector that drives ours.
         told: the statistics of the connector's scheduler half, step by step.
         events: KV events that it has handed on.
+        kind: the class of the scheduler.
     """
+
+    kind: type[Scheduler] = Scheduler
 
     def __init__(
         self,
@@ -111,7 +114,7 @@ class Server:
             )
         )
         self._workers = workers
-        self.scheduler = Scheduler(
+        self.scheduler = self.kind(
             config,
             groups,
             StructuredOutputManager(config),
@@ -251,6 +254,11 @@ class Server:
         """One step; whether anything was computed in it."""
         self.steps += 1
         output = self.scheduler.schedule()
+        self.scheduler.update_from_output(output, self._execute(output))
+        return bool(output.num_scheduled_tokens)
+
+    def _execute(self, output: Any) -> ModelRunnerOutput:
+        """Do what the workers do in a step."""
         meta = output.kv_connector_metadata
         self._workers.bind_connector_metadata(meta)
         self.worker.handle_preemptions(meta)
@@ -264,16 +272,12 @@ class Server:
         )
         self._workers.clear_connector_metadata()
         names = list(output.num_scheduled_tokens)
-        self.scheduler.update_from_output(
-            output,
-            ModelRunnerOutput(
-                req_ids=names,
-                req_id_to_index={name: index for index, name in enumerate(names)},
-                sampled_token_ids=sampled,
-                kv_connector_output=told,
-            ),
+        return ModelRunnerOutput(
+            req_ids=names,
+            req_id_to_index={name: index for index, name in enumerate(names)},
+            sampled_token_ids=sampled,
+            kv_connector_output=told,
         )
-        return bool(names)
 
     def _compute(self, output: Any) -> list[list[int]]:
         cached = output.scheduled_cached_reqs
