@@ -159,5 +159,6 @@ def codecs_of(
                 )
             found[name] = gate.codec_for(gate.identity if identity is None else identity)
         except ConfigError as error:
-            raise ConfigError(f"{tier}_codec = {str(path)!r}: {error}") from error
+            told = str(error).removeprefix(f"{path}: ")
+            raise ConfigError(f"{tier}_codec = {str(path)!r}: {told}") from error
     return found

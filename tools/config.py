@@ -200,6 +200,7 @@ def _line(
             _WHEN_OPENED[key.name](config)
         except KVStoreError as error:
             warning = str(error).removeprefix(f"{key.name}: ")
+            warning = warning.removeprefix(f"{key.name} = {str(value)!r}: ")
     return Line(f"{prefix}{key.name}", shown_value(key, value), given, text, warning)
 
 
