@@ -338,7 +338,8 @@ def token_of(path: Path) -> str:
             found = os.fstat(file.fileno())
             token = file.read(MOST_TOKEN).strip()
     except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"control_token_file = {str(path)!r}: {error}") from error
+        reason = getattr(error, "strerror", None) or str(error)
+        raise ConfigError(f"control_token_file = {str(path)!r}: {reason}") from error
     doubt = None
     if stat.S_IMODE(found.st_mode) & (stat.S_IRWXG | stat.S_IRWXO):
         doubt = "others may read or write it: chmod 600"
