@@ -149,7 +149,9 @@ class KVStoreL2Adapter(L2AdapterInterface):
         free, now = [], time.monotonic()
         with self._lock:
             for name in map(self._key, keys):
-                count, until = self._locked.pop(name, (1, now))
+                if name not in self._locked:
+                    continue
+                count, until = self._locked.pop(name)
                 if count > 1 and until > now:
                     self._locked[name] = (count - 1, until)
                 else:

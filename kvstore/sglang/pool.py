@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import hashlib
 import logging
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from itertools import islice
@@ -31,6 +32,10 @@ DRAFT = "draft"
 
 MOST_ASKED = 64
 """Pages of states that a store is asked about, one by one, for one prompt."""
+
+BATCH_SECONDS = 8.0
+"""After so long nothing more of a batch is moved. To flush its cache SGLang waits ten seconds for
+the thread that moves one, and then fails."""
 
 ELSEWHERE = (
     "it would reach the pages of one pool and one rank alone; SGLang's "
@@ -142,14 +147,16 @@ class Pool:
         return there
 
     def read(self, keys: Sequence[str], indices: torch.Tensor) -> Iterator[int]:
-        """Copy the leading pages to the pool; counts them, piece by piece."""
-        places = self._places(indices, len(keys))
+        """Copy the leading pages to the pool; counts them, piece by piece, for `BATCH_SECONDS`."""
+        places, end = self._places(indices, len(keys)), time.monotonic() + BATCH_SECONDS
         with self.store.windows(keys_of(keys), self._piece) as windows:
             for chunks in windows:
                 taken = list(islice(places, len(chunks)))
                 for at, place in enumerate(taken):
                     self._fill(place, chunks.array(at, np.uint8))
                 yield len(taken)
+                if time.monotonic() >= end:
+                    return
 
     def write(
         self,
@@ -161,11 +168,14 @@ class Pool:
     ) -> Iterator[int]:
         """Store pages of the pool; counts them, piece by piece, to the first that is shed.
 
+        None is begun after `BATCH_SECONDS`.
+
         Args:
             turn: held while a piece is read and stored.
             valid: whether the pages are still those of the model's weights; else no more are read.
         """
         places, chunks = self._places(indices, len(keys)), keys_of(keys)
+        timeout, end = min(timeout, BATCH_SECONDS), time.monotonic() + BATCH_SECONDS
         for start in range(0, len(chunks), self._piece):
             piece = chunks[start : start + self._piece]
             with turn:
@@ -174,7 +184,7 @@ class Pool:
                 pages = [self._page(place) for place in islice(places, len(piece))]
                 stored = self.store.put(piece, pages, timeout=timeout)
             yield stored
-            if stored < len(piece):
+            if stored < len(piece) or time.monotonic() >= end:
                 return
 
     def _places(self, indices: torch.Tensor, count: int) -> Iterator[Any]:

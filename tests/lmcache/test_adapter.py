@@ -390,6 +390,11 @@ def test_objects_stay_locked_until_the_last_lookup_is_done_with_them(tmp_path: P
         assert not one._locked
         tier, *_ = one._store.stats().tiers
         assert tier.pinned == 0
+        # What no lookup has locked is pinned by somebody else.
+        assert one._store.pin(list(map(one._key, keys)), 60) == 4
+        one.submit_unlock(keys)
+        tier, *_ = one._store.stats().tiers
+        assert tier.pinned == 4
 
 
 def test_locks_of_lookups_that_were_abandoned_end(

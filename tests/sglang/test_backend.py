@@ -80,6 +80,29 @@ def test_a_prompt_larger_than_host_memory_passes_through_in_pieces(tmp_path: Pat
         assert pages(host, there) == written
 
 
+def test_of_a_batch_that_takes_too_long_the_rest_is_not_moved(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    count = SLOTS // 2 // PAGE
+    with _backend(attention("page_first"), extra(tmp_path)) as one:
+        piece = one._pools["kv"]._piece
+        assert piece < count
+        names, here = _names(count), torch.arange(count * PAGE)
+        assert one.batch_set_v1(names, here) == [True] * count
+        monkeypatch.setattr("kvstore.sglang.pool.BATCH_SECONDS", 0.0)
+        assert one.batch_get_v1(names, here) == [True] * piece + [False] * (count - piece)
+        one.clear()
+        monkeypatch.setattr("kvstore.sglang.pool.BATCH_SECONDS", 0.01)
+        put = one._pools["kv"].store.put
+
+        def slow(*told: Any, **named: Any) -> int:
+            time.sleep(0.02)
+            return int(put(*told, **{**named, "timeout": 5}))
+
+        monkeypatch.setattr(one._pools["kv"].store, "put", slow)
+        assert one.batch_set_v1(names, here) == [True] * piece + [False] * (count - piece)
+
+
 def test_the_file_backend_stores_the_same_bytes(tmp_path: Path) -> None:
     """The comparison of the two is one of equals."""
     host = attention("page_first")
