@@ -16,7 +16,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
@@ -35,13 +35,13 @@ from vllm.distributed.kv_transfer.kv_connector.v1.offloading.worker import Offlo
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector import OffloadingConnector
 from vllm.v1.kv_offload.base import OffloadingSpec, make_offload_key
 from vllm.v1.kv_offload.factory import OffloadingSpecFactory
-from vllm.v1.request import RequestStatus
 
 from kvstore.connector.queued import GroupSizes, QueuedKeys
 from kvstore.errors import ConfigError
 from kvstore.policies.shares import tenant_keys
 from kvstore.types import about
 from kvstore.vllm.checks import check_kv_cache
+from kvstore.vllm.corrections import Corrections
 from kvstore.vllm.engine import (
     Engine,
     WorkerFacts,
@@ -58,7 +58,6 @@ from kvstore.vllm.engine import (
 from kvstore.vllm.manager import KVStoreOffloadingManager
 from kvstore.vllm.spec import KVStoreOffloadingSpec
 from kvstore.vllm.tenants import TenantOffloadingManager
-from kvstore.vllm.version import KNOWS_SESSIONS
 
 __all__ = ["KVStoreConnector"]
 
@@ -117,6 +116,7 @@ class KVStoreConnector(OffloadingConnector):  # type: ignore[misc]
         self._rank = int(config.parallel.rank)
         self._spec = _spec(config, self._engine)
         self._scheduler: OffloadingConnectorScheduler | None = None
+        self._corrections: Corrections | None = None
         self._sizes: GroupSizes = ()
         self._look = self._looked = 0
         self._told = False
@@ -197,6 +197,7 @@ class KVStoreConnector(OffloadingConnector):  # type: ignore[misc]
                 self._spec.close()
             raise
 
+        self._corrections = Corrections(self._scheduler)
         self._sizes = tuple(
             (group.tokens_per_chunk, group.sliding_window_size_in_chunks)
             for group in self._scheduler.config.kv_group_configs
@@ -235,6 +236,12 @@ class KVStoreConnector(OffloadingConnector):  # type: ignore[misc]
         keys = [key for its in self._keys(request) for key in its.keys]
         own = isinstance(self._manager, TenantOffloadingManager)
         return tenant_keys(tenant, keys) if own else keys
+
+    @property
+    def _correct(self) -> Corrections:
+        assert self.connector_scheduler is not None
+        assert self._corrections is not None
+        return self._corrections
 
     @property
     def _manager(self) -> KVStoreOffloadingManager | None:
@@ -301,43 +308,32 @@ class KVStoreConnector(OffloadingConnector):  # type: ignore[misc]
     def build_connector_meta(self, scheduler_output: Any) -> OffloadingConnectorMetadata:
         if self._manager is not None:
             self._manager.step_computes(_computes_prompts(scheduler_output))
-        assert self.connector_scheduler is not None
-        with _told_right(scheduler_output, self.connector_scheduler):
+        with self._correct.scheduled(scheduler_output):
             orders = super().build_connector_meta(scheduler_output)
         self._was_reset = False
         self._pause_told = self._pause_told and has_paused(self._owner)
         look = 0 if self._manager is None else self._manager.look
         return StepMetadata(**_values(orders), look=look) if look else orders
 
+    def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
+        if not num_external_tokens and self._owner is None:
+            # Inside vLLM's MultiConnector: no scheduler has this connector itself.
+            self._correct.allocated(blocks)
+        super().update_state_after_alloc(request, blocks, num_external_tokens)
+
     def request_finished(self, request: Any, block_ids: Any) -> Any:
-        self._forget_uncomputed(request)
+        self._correct.finished(request)
         return super().request_finished(request, block_ids)
 
     def request_finished_all_groups(self, request: Any, block_ids: Any) -> Any:
-        self._forget_uncomputed(request)
+        self._correct.finished(request)
         return super().request_finished_all_groups(request, block_ids)
-
-    def _forget_uncomputed(self, request: Any) -> None:
-        """Keep vLLM's half from storing blocks of a request that were not computed whole.
-
-        It takes the whole prompt of each request for computed that was not aborted, and still has
-        the blocks of one that was preempted, which belong to others by then.
-        """
-        scheduler = self.connector_scheduler
-        assert scheduler is not None
-        # Of one that ended with an error nobody knows what was computed.
-        failed = request.status is RequestStatus.FINISHED_ERROR
-        computed = 0 if failed else request.num_computed_tokens
-        known = _state(scheduler, request.request_id)
-        states = () if known is None else known.group_states
-        for group, state in zip(scheduler.config.kv_group_configs, states, strict=bool(states)):
-            chunks = computed // group.tokens_per_chunk
-            del state.block_ids[chunks * scheduler.config.blocks_per_chunk :]
 
     def update_connector_output(self, connector_output: Any) -> None:
         report = connector_output.kv_connector_worker_meta
         if isinstance(report, StepReport) and self._manager is not None:
             self._manager.weights_told(report.look, report.weights)
+        self._correct.reported(connector_output)
         super().update_connector_output(connector_output)
 
     def reset_cache(self) -> Any:
@@ -366,42 +362,6 @@ def _ends(request: Any, hashes_per_chunk: int) -> Sequence[Any]:
     """Return the hash of the last block of each whole chunk of a prompt."""
     hashes: Sequence[Any] = request.block_hashes[hashes_per_chunk - 1 :: hashes_per_chunk]
     return hashes
-
-
-@contextlib.contextmanager
-def _told_right(output: Any, scheduler: OffloadingConnectorScheduler) -> Iterator[None]:
-    """Keep from vLLM's half what it takes wrongly in what a step has scheduled, before 0.33.
-
-    A session that gets more input comes as a new request, with all of its blocks, which vLLM's
-    half would add to those that it has noted in earlier turns. It takes all that preempted requests
-    have under way for writes, but one may have been scheduled again in the same step, and read.
-    """
-    if KNOWS_SESSIONS:
-        yield
-        return
-    for new in output.scheduled_new_reqs:
-        status = _state(scheduler, new.req_id)
-        for group in () if status is None else status.group_states:
-            group.block_ids.clear()
-    preempted = output.preempted_req_ids
-    if preempted:
-        output.preempted_req_ids = {name for name in preempted if not _reads(scheduler, name)}
-    try:
-        yield
-    finally:
-        output.preempted_req_ids = preempted
-
-
-def _reads(scheduler: OffloadingConnectorScheduler, name: str) -> bool:
-    """Whether the request has a read under way."""
-    status = _state(scheduler, name)
-    jobs = () if status is None else status.transfer_jobs
-    return any(not scheduler._jobs[job].is_store for job in jobs)  # noqa: SLF001
-
-
-def _state(scheduler: OffloadingConnectorScheduler, name: str) -> Any:
-    """Return what vLLM's half knows of a request, which it offers to nobody."""
-    return scheduler._req_status.get(name)  # noqa: SLF001
 
 
 def _computes_prompts(scheduler_output: Any) -> bool:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
@@ -78,9 +79,10 @@ class Server:
         told: the statistics of the connector's scheduler half, step by step.
         events: KV events that it has handed on.
         kind: the class of the scheduler.
+        excused: requests that may read what is wrong in this step.
     """
 
-    kind: type[Scheduler] = Scheduler
+    kind: Callable[..., Scheduler] = Scheduler
 
     def __init__(
         self,
@@ -121,7 +123,7 @@ class Server:
             block_size=BLOCK,
             hash_block_size=BLOCK,
         )
-        connector = self.scheduler.connector
+        connector = self.ours(self.scheduler)
         assert isinstance(connector, KVStoreConnector)
         self.connector = connector
         self._watch(connector)
@@ -135,6 +137,11 @@ class Server:
         self.requests: dict[str, Request] = {}
         self.served: dict[str, Served] = {}
         self.steps = 0
+        self.excused: set[str] = set()
+
+    def ours(self, scheduler: Scheduler) -> Any:
+        """Our connector in the scheduler."""
+        return scheduler.connector
 
     def _watch(self, connector: KVStoreConnector) -> None:
         """Keep what the scheduler's half reports."""
@@ -297,7 +304,8 @@ class Server:
                 first = 0 if window is None else max(0, begin - window + 1)
                 for place in range(first, begin):
                     found = int(its[blocks[place // BLOCK], place % BLOCK])
-                    assert found == marks[place], f"{name} reads a wrong token {place} of {begin}"
+                    right = found == marks[place] or name in self.excused
+                    assert right, f"{name} reads a wrong token {place} of {begin}"
                 for place in range(begin, end):
                     its[blocks[place // BLOCK], place % BLOCK] = marks[place]
             if end == len(tokens):

@@ -1,0 +1,141 @@
+"""Corrections: what vLLM's half of the connector would store, or wait for, wrongly.
+
+It takes the whole prompt of each request that has ended for computed, but for aborts. It stores
+what another connector has failed to load. Before 0.33 it takes sessions and preempted requests
+wrongly, and does not see into which blocks another connector loads. It offers nobody a way to say
+so, so this module reads and writes its private parts, and no other does.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Collection, Iterator
+from typing import Any
+
+from vllm.distributed.kv_transfer.kv_connector.v1.offloading.scheduler import (
+    OffloadingConnectorScheduler,
+)
+from vllm.v1.request import RequestStatus
+
+from kvstore.vllm.version import KNOWS_SESSIONS
+
+__all__ = ["Corrections"]
+
+
+class Corrections:
+    """Corrects one scheduler's half: see the module's text.
+
+    Args:
+        scheduler: vLLM's half.
+    """
+
+    def __init__(self, scheduler: OffloadingConnectorScheduler) -> None:
+        # vLLM declares no types for what is private.
+        self._half: Any = scheduler
+        # Stores that are under way, of bytes that are wrong.
+        self._spoiled: set[int] = set()
+
+    @contextlib.contextmanager
+    def scheduled(self, output: Any) -> Iterator[None]:
+        """Let vLLM's half take in what a step has scheduled.
+
+        Before 0.33, a session that gets more input comes as a new request, with all of its blocks,
+        which would be added to those that it has noted in earlier turns. All that preempted
+        requests have under way are taken for writes, but one may have been scheduled again in the
+        same step, and read.
+        """
+        if KNOWS_SESSIONS:
+            yield
+            return
+        for new in output.scheduled_new_reqs:
+            for group in self._groups_of(new.req_id):
+                group.block_ids.clear()
+        preempted = output.preempted_req_ids
+        if preempted:
+            output.preempted_req_ids = {
+                name for name in preempted if not self._jobs_of(name, stores=False)
+            }
+        try:
+            yield
+        finally:
+            output.preempted_req_ids = preempted
+
+    def allocated(self, blocks: Any) -> None:
+        """Take in blocks into which another connector may load: stores from them are waited for.
+
+        From 0.33 on vLLM's half does so itself.
+        """
+        if not KNOWS_SESSIONS:
+            ids = (block.block_id for group in blocks.blocks for block in group)
+            known = self._half._current_batch_allocated_block_ids  # noqa: SLF001
+            known.update(filter(None, ids))
+
+    def finished(self, request: Any) -> None:
+        """Take in that a request has ended: nothing is stored of it beyond what was computed.
+
+        Of one that ended with an error nobody knows what was. One that was preempted has no blocks
+        any more, though vLLM's half still has their numbers.
+        """
+        failed = request.status is RequestStatus.FINISHED_ERROR
+        if failed:
+            self._spoiled.update(self._jobs_of(request.request_id, stores=True))
+        computed = 0 if failed else request.num_computed_tokens
+        config = self._half.config
+        for group, state in zip(
+            config.kv_group_configs, self._groups_of(request.request_id), strict=False
+        ):
+            chunks = computed // group.tokens_per_chunk
+            del state.block_ids[chunks * config.blocks_per_chunk :]
+
+    def reported(self, output: Any) -> None:
+        """Take in what the workers report, before vLLM's half does.
+
+        What was stored of blocks that another connector could not load, or behind them, is not
+        kept, and is offered again once it was computed.
+        """
+        wrong = output.invalid_block_ids
+        if wrong:
+            for name in self._states:
+                if any(not wrong.isdisjoint(group.block_ids) for group in self._groups_of(name)):
+                    self._spoiled.update(self._jobs_of(name, stores=True))
+        if self._spoiled:
+            completed = getattr(output.kv_connector_worker_meta, "completed_jobs", None) or {}
+            self._spoiled &= self._jobs.keys()
+            for job in self._spoiled & completed.keys():
+                if completed[job] >= self._jobs[job].pending_count:
+                    self._fail(job)
+
+    def _fail(self, number: int) -> None:
+        """End a store as failed; vLLM's half, which takes it for a success, ends none of it."""
+        self._spoiled.remove(number)
+        job = self._jobs[number]
+        state, keys = self._states[job.req_id], job.keys
+        self._half.manager.complete_store(keys, state.req_context, success=False)
+        job.keys = type(keys)()
+        for group in state.group_states:
+            first = next((at for at, key in enumerate(group.offload_keys) if key in keys), None)
+            if first is not None:
+                group.next_stored_chunk_idx = min(group.next_stored_chunk_idx, first)
+
+    @property
+    def _jobs(self) -> dict[int, Any]:
+        """The transfers that vLLM's half has under way, by their numbers."""
+        jobs: dict[int, Any] = self._half._jobs  # noqa: SLF001
+        return jobs
+
+    @property
+    def _states(self) -> dict[str, Any]:
+        """What vLLM's half knows of each request."""
+        states: dict[str, Any] = self._half._req_status  # noqa: SLF001
+        return states
+
+    def _groups_of(self, name: str) -> Collection[Any]:
+        """What it knows of a request, for each KV cache group."""
+        state = self._states.get(name)
+        return () if state is None else state.group_states
+
+    def _jobs_of(self, name: str, *, stores: bool) -> list[int]:
+        """The stores, or the loads, that a request has under way."""
+        state = self._states.get(name)
+        jobs = () if state is None else state.transfer_jobs
+        return [job for job in jobs if job in self._jobs and self._jobs[job].is_store == stores]
