@@ -243,6 +243,7 @@ def test_transfers_that_are_abandoned_keep_their_rows_until_all_have_ended_and_t
     store(manager, loading, who)
     while manager.has_pending_work():
         manager.on_schedule_end()
+    on_disk(manager, 8)
     assert manager.lookup_prefix(loading, who) == 4
     manager.prepare_load(loading, who)
     assert manager.prepare_store(storing, who) is not None
@@ -330,6 +331,7 @@ def test_transfers_that_are_abandoned_twice_are_ended_once(tmp_path: Path) -> No
     store(manager, again, who)
     while manager.has_pending_work():
         manager.on_schedule_end()
+    on_disk(manager, 4)
     assert manager.lookup_prefix(again, who) == 4
     manager.prepare_load(again, who)
     manager.on_schedule_end()
