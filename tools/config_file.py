@@ -106,7 +106,9 @@ def _check_names(file: Path, told: Mapping[str, Any], extra: Mapping[str, Any]) 
     wanted = {"kv_connector": tuple(VLLM_NAMES)} if names is None else {"kv_role": ROLES, **names}
     for key, allowed in wanted.items():
         its = extra if key.startswith("spec_") else told
-        if (its[key] is None or its[key] not in allowed) if key in its else None not in allowed:
-            said = f"{key} = {its[key]!r}" if key in its else f"{key} is missing"
+        # A null of vLLM's own is its default. That of a spec it takes for a name.
+        absent = key not in its or (its is told and its[key] is None)
+        if None not in allowed if absent else its[key] is None or its[key] not in allowed:
+            said = f"{key} is missing" if absent else f"{key} = {its[key]!r}"
             right = ", ".join(filter(None, allowed)) or "none: leave it out"
             raise ConfigError(f"{file}: {said}: allowed are {right}")

@@ -168,21 +168,22 @@ class Pool:
     ) -> Iterator[int]:
         """Store pages of the pool; counts them, piece by piece, to the first that is shed.
 
-        None is begun after `BATCH_SECONDS`.
+        After `BATCH_SECONDS` no more are.
 
         Args:
             turn: held while a piece is read and stored.
             valid: whether the pages are still those of the model's weights; else no more are read.
         """
         places, chunks = self._places(indices, len(keys)), keys_of(keys)
-        timeout, end = min(timeout, BATCH_SECONDS), time.monotonic() + BATCH_SECONDS
+        end = time.monotonic() + BATCH_SECONDS
         for start in range(0, len(chunks), self._piece):
             piece = chunks[start : start + self._piece]
             with turn:
                 if not valid():
                     return
                 pages = [self._page(place) for place in islice(places, len(piece))]
-                stored = self.store.put(piece, pages, timeout=timeout)
+                left = max(0.0, end - time.monotonic())
+                stored = self.store.put(piece, pages, timeout=min(timeout, left))
             yield stored
             if stored < len(piece) or time.monotonic() >= end:
                 return

@@ -333,8 +333,8 @@ class KVStoreConnector(OffloadingConnector):  # type: ignore[misc]
         report = connector_output.kv_connector_worker_meta
         if isinstance(report, StepReport) and self._manager is not None:
             self._manager.weights_told(report.look, report.weights)
-        self._correct.reported(connector_output)
-        super().update_connector_output(connector_output)
+        with self._correct.reported(connector_output):
+            super().update_connector_output(connector_output)
 
     def reset_cache(self) -> Any:
         paused = has_paused(self._owner)

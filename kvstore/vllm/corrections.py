@@ -9,7 +9,7 @@ so, so this module reads and writes its private parts, and no other does.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Sequence
 from typing import Any
 
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.scheduler import (
@@ -87,35 +87,47 @@ class Corrections:
             chunks = computed // group.tokens_per_chunk
             del state.block_ids[chunks * config.blocks_per_chunk :]
 
-    def reported(self, output: Any) -> None:
-        """Take in what the workers report, before vLLM's half does.
+    @contextlib.contextmanager
+    def reported(self, output: Any) -> Iterator[None]:
+        """Let vLLM's half take in what the workers report.
 
         What was stored of blocks that another connector could not load, or behind them, is not
-        kept, and is offered again once it was computed.
+        kept. If its request goes on, it is offered again, once it was computed.
         """
         wrong = output.invalid_block_ids
         if wrong:
             for name in self._states:
                 if any(not wrong.isdisjoint(group.block_ids) for group in self._groups_of(name)):
                     self._spoiled.update(self._jobs_of(name, stores=True))
-        if self._spoiled:
-            completed = getattr(output.kv_connector_worker_meta, "completed_jobs", None) or {}
-            self._spoiled &= self._jobs.keys()
-            for job in self._spoiled & completed.keys():
-                if completed[job] >= self._jobs[job].pending_count:
-                    self._fail(job)
+        ended = self._take_spoiled(output) if self._spoiled else []
+        if not ended:
+            yield
+            return
+        manager = self._half.manager
+        self._half.manager = _Failing(manager, [job.keys for job in ended])
+        try:
+            yield
+        finally:
+            self._half.manager = manager
+        for job in ended:
+            for group in self._groups_of(job.req_id):
+                keys = group.offload_keys
+                first = next((at for at, key in enumerate(keys) if key in job.keys), None)
+                if first is not None:
+                    group.next_stored_chunk_idx = min(group.next_stored_chunk_idx, first)
 
-    def _fail(self, number: int) -> None:
-        """End a store as failed; vLLM's half, which takes it for a success, ends none of it."""
-        self._spoiled.remove(number)
-        job = self._jobs[number]
-        state, keys = self._states[job.req_id], job.keys
-        self._half.manager.complete_store(keys, state.req_context, success=False)
-        job.keys = type(keys)()
-        for group in state.group_states:
-            first = next((at for at, key in enumerate(group.offload_keys) if key in keys), None)
-            if first is not None:
-                group.next_stored_chunk_idx = min(group.next_stored_chunk_idx, first)
+    def _take_spoiled(self, output: Any) -> list[Any]:
+        """Return the stores of wrong bytes that end with this report."""
+        completed = getattr(output.kv_connector_worker_meta, "completed_jobs", None) or {}
+        # A reset has forgotten the others.
+        self._spoiled &= self._jobs.keys()
+        ended = [
+            job
+            for job in self._spoiled & completed.keys()
+            if completed[job] >= self._jobs[job].pending_count
+        ]
+        self._spoiled.difference_update(ended)
+        return [self._jobs[job] for job in ended]
 
     @property
     def _jobs(self) -> dict[int, Any]:
@@ -139,3 +151,18 @@ class Corrections:
         state = self._states.get(name)
         jobs = () if state is None else state.transfer_jobs
         return [job for job in jobs if job in self._jobs and self._jobs[job].is_store == stores]
+
+
+class _Failing:
+    """A manager that is told of a failure where vLLM's half tells a success: of these stores."""
+
+    def __init__(self, manager: Any, stores: Sequence[Collection[bytes]]) -> None:
+        self._manager = manager
+        self._stores = stores
+
+    def complete_store(self, keys: Any, req_context: Any, success: bool = True) -> None:
+        failed = any(keys is store for store in self._stores)
+        self._manager.complete_store(keys, req_context, success=success and not failed)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._manager, name)

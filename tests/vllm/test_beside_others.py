@@ -81,17 +81,23 @@ class Partner(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
 
 
 class Patient:
-    """A worker that begins stores only when somebody waits for them, or told so."""
+    """A worker that begins stores only when somebody waits for them, or says so.
+
+    Attributes:
+        waited: whether somebody has waited for some.
+    """
 
     def __init__(self, real: Any) -> None:
         self._real = real
         self._stores: list[Any] = []
+        self.waited = False
 
     def submit_store(self, *told: Any, **more: Any) -> bool:
         self._stores.append((told, more))
         return True
 
     def wait(self, jobs: Any) -> None:
+        self.waited |= bool(self._stores)
         self.begin()
         self._real.wait(jobs)
 
@@ -207,8 +213,10 @@ def test_another_connector_loads_into_no_block_that_is_still_to_be_stored(beside
     second = server.add(OTHER)
     while not all(server.requests[name].is_finished() for name in (first, second)):
         server.step()
+    assert server.worker.worker.waited, "its blocks were not those of the first"
     server.worker.worker.begin()
     server.settle()
     server.forget()
     # It fails where a token is wrong.
-    server.serve(PROMPT)
+    (again,) = server.serve(PROMPT)
+    assert again.cached == 39

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter, deque
+from itertools import cycle
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -49,6 +50,7 @@ class InFlight(Server):
         self.kind = Scheduler if ahead == 1 else AsyncScheduler
         self.under_way: deque[tuple[Any, ModelRunnerOutput]] = deque()
         # What the workers know of each request: its tokens, and how many they have computed.
+        self.ends = cycle((RequestStatus.FINISHED_ABORTED, RequestStatus.FINISHED_ERROR))
         self.known: dict[str, list[int]] = {}
         self.computed: dict[str, int] = {}
         self.happened: Counter[str] = Counter()
@@ -142,9 +144,7 @@ class InFlight(Server):
             requests = ((name, self.requests[name]) for name in alive)
             amid = [n for n, r in requests if 0 < r.num_computed_tokens < r.num_prompt_tokens]
             name = self.random.choice(amid or alive)
-            status = self.random.choice(
-                (RequestStatus.FINISHED_ABORTED, RequestStatus.FINISHED_ERROR)
-            )
+            status = next(self.ends)
             self.happened[status.name] += 1
             self.scheduler.finish_requests(name, status)
         elif dice < 0.4:

@@ -349,12 +349,32 @@ def test_a_part_of_a_chunk_is_never_taken_for_the_whole(
         serve(open_server(**shape, windows=(None, 10)))
 
 
+def test_an_error_amid_a_store_below_vllms_own_manager(tmp_path: Path) -> None:
+    """Of each store it is told one end."""
+    if VERSION < (0, 31):
+        pytest.skip("vLLM's own tiering has another shape")
+    server = Server(tmp_path, in_vllms_tiering(tmp_path))
+    try:
+        name = server.add([7] * 66, tokens=20)
+        scheduler: Any = server.connector.connector_scheduler
+        while not scheduler._jobs:
+            server.step()
+        server.scheduler.finish_requests({name}, RequestStatus.FINISHED_ERROR)
+        server.settle()
+        assert not scheduler._jobs
+        assert not scheduler._req_status
+        server.forget()
+        server.serve([7] * 66)
+    finally:
+        server.close()
+
+
 @pytest.mark.parametrize("preempted", [False, True])
 def test_of_a_request_that_ends_early_only_what_was_computed_is_stored(
     open_server: Any, preempted: bool
 ) -> None:
     """vLLM takes the whole prompt for computed, and the blocks for its own, but for aborts."""
-    server = open_server(rows=512, blocks=128)
+    server = open_server(rows=512, blocks=48)
     busy = server.add([1] * 8, tokens=60)
     server.step()
     prompt = [(place * 7) % 90 for place in range(150)]

@@ -144,7 +144,8 @@ def alive(
         gc.disable()
         stack.callback(gc.enable)
         # What is there already is not looked through at each burial, and not afterwards: a process
-        # of tests has much of it.
+        # of tests has much of it. What is garbage by now is none for good.
+        gc.collect(1)
         gc.freeze()
         try:
             yield handler
