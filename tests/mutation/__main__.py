@@ -44,6 +44,7 @@ NEAR = {
         "wait_queue": "deadline requests recompute unread",
         "cascade": "cascade asked reset",
         "promotion": "promotion_limit no_room pace",
+        "tier_only": "jobs",
         "": "simulation",
     },
     "tiers/disk/": {

@@ -298,16 +298,7 @@ class Server:
             if served.cached < 0:
                 served.cached = begin
             marks = _marks(tokens[:end])
-            tables = self.scheduler.kv_cache_manager.get_block_ids(name)
-            for window, pages, blocks in zip(self.windows, self.pages, tables, strict=True):
-                its = pages.view(torch.int64)
-                first = 0 if window is None else max(0, begin - window + 1)
-                for place in range(first, begin):
-                    found = int(its[blocks[place // BLOCK], place % BLOCK])
-                    right = found == marks[place] or name in self.excused
-                    assert right, f"{name} reads a wrong token {place} of {begin}"
-                for place in range(begin, end):
-                    its[blocks[place // BLOCK], place % BLOCK] = marks[place]
+            self._attend(name, marks[:begin], marks[begin:])
             if end == len(tokens):
                 if not served.tokens:
                     served.steps += self.steps
@@ -316,6 +307,19 @@ class Server:
             else:
                 sampled.append([])
         return sampled
+
+    def _attend(self, name: str, before: list[int], new: list[int]) -> None:
+        """Write the marks of new tokens of a request; what they attend to has to be right."""
+        begin, tables = len(before), self.scheduler.kv_cache_manager.get_block_ids(name)
+        for window, pages, blocks in zip(self.windows, self.pages, tables, strict=True):
+            its = pages.view(torch.int64)
+            first = 0 if window is None else max(0, begin - window + 1)
+            for place in range(first, begin):
+                found = int(its[blocks[place // BLOCK], place % BLOCK])
+                right = found == before[place] or name in self.excused
+                assert right, f"{name} reads a wrong token {place} of {begin}"
+            for place, mark in enumerate(new, begin):
+                its[blocks[place // BLOCK], place % BLOCK] = mark
 
     def reset(self) -> None:
         """As an operator does it: the device's prefix cache and what is offloaded."""
