@@ -440,7 +440,7 @@ async def test_a_put_that_waits_for_a_read_holds_up_no_other_and_stores_the_rest
         await until_async(lambda: all(store.contains(keys)))
         assert not put.done()
         other = keys_of("b", 2)
-        assert await store.put(other, payloads(other), wait=False) == 2
+        assert await asyncio.wait_for(store.put(other, payloads(other)), PATIENCE) == 2
         assert await store.put(keys, payloads(keys), wait=False) == 12
         gate.set()
         assert await asyncio.wait_for(put, PATIENCE) == 12
