@@ -35,7 +35,7 @@ from kvstore.policies import EvictionPolicy, Protected, create_policy
 from kvstore.simulation import Setup, Trace, read_trace, replay
 from kvstore.testing.policy import nobody
 
-POLICIES = ("lru", "fifo", "lfu", "sieve", "s3-fifo", "w-tinylfu", "arc", "hit-density")
+POLICIES = ("lru", "fifo", "sieve", "s3-fifo", "arc", "hit-density")
 CHAIN = 100
 TRACES = Path(__file__).parent / "traces"
 

@@ -56,7 +56,7 @@ from kvstore.plugins import build_policy
 from kvstore.policies.shares import Share, Shares, tenant_keys
 from kvstore.types import Completion, Move, Op, RecoveredTier
 
-POLICIES = ("lru", "fifo", "lfu", "arc", "sieve", "s3-fifo", "w-tinylfu", "hit-density")
+POLICIES = ("lru", "fifo", "arc", "sieve", "s3-fifo", "hit-density")
 FLOWS = ("write-through", "demote", "exclusive")
 CALLS = ("poll", "lookup", "prepare_load", "schedule_end", "prepare_store", "complete")
 

@@ -20,13 +20,11 @@ from kvstore.policies.doorkeeper import DoorkeeperFilter
 from kvstore.policies.endurance import EnduranceBudget
 from kvstore.policies.fifo import FIFO
 from kvstore.policies.hitdensity import HitDensity
-from kvstore.policies.lfu import LFU
 from kvstore.policies.lru import LRU
 from kvstore.policies.parameters import check_parameters, parameters_of
 from kvstore.policies.reuse import ReuseThreshold
 from kvstore.policies.s3fifo import S3FIFO
 from kvstore.policies.sieve import SIEVE
-from kvstore.policies.wtinylfu import WTinyLFU
 
 __all__ = [
     "Registry",
@@ -177,7 +175,7 @@ def create_filter(name: str, capacity: int, chunk_bytes: int, **parameters: Any)
     return _filters.built(name, (capacity, chunk_bytes), parameters)
 
 
-for _policy in (LRU, FIFO, ARC, LFU, SIEVE, S3FIFO, WTinyLFU, HitDensity):
+for _policy in (LRU, FIFO, ARC, SIEVE, S3FIFO, HitDensity):
     register_policy(_policy)
 for _filter in (ReuseThreshold, DoorkeeperFilter, EnduranceBudget):
     register_filter(_filter)

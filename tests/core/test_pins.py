@@ -123,7 +123,7 @@ def test_thousands_of_pins_that_end_at_once_end_over_some_steps() -> None:
     assert not rig.core.behind
 
 
-@pytest.mark.parametrize("policy", ["lru", "arc", "hit-density", "sieve", "s3-fifo", "w-tinylfu"])
+@pytest.mark.parametrize("policy", ["lru", "arc", "hit-density", "sieve", "s3-fifo"])
 def test_a_pinned_chunk_stays_on_its_tier(policy: str) -> None:
     rig = Rig(rows=4, on=(A,), segment_slots=8, tier_policy=create_policy(policy, 8))
     tier = rig.core.tiers[0]

@@ -8,12 +8,10 @@ from kvstore.policies import EvictionPolicy
 from kvstore.policies.arc import ARC
 from kvstore.policies.fifo import FIFO
 from kvstore.policies.hitdensity import HitDensity
-from kvstore.policies.lfu import LFU
 from kvstore.policies.lru import LRU
 from kvstore.policies.migration import Migration
 from kvstore.policies.s3fifo import S3FIFO
 from kvstore.policies.sieve import SIEVE
-from kvstore.policies.wtinylfu import WTinyLFU
 from kvstore.testing.policy import PolicyContract
 
 
@@ -25,11 +23,6 @@ class TestFIFO(PolicyContract):
 class TestARC(PolicyContract):
     def create(self, capacity: int) -> EvictionPolicy:
         return ARC(capacity)
-
-
-class TestLFU(PolicyContract):
-    def create(self, capacity: int) -> EvictionPolicy:
-        return LFU(capacity)
 
 
 class TestSIEVE(PolicyContract):
@@ -45,11 +38,6 @@ class TestS3FIFO(PolicyContract):
 class TestHitDensity(PolicyContract):
     def create(self, capacity: int) -> EvictionPolicy:
         return HitDensity(capacity)
-
-
-class TestWTinyLFU(PolicyContract):
-    def create(self, capacity: int) -> EvictionPolicy:
-        return WTinyLFU(capacity)
 
 
 class HalfWay(Migration):
@@ -84,4 +72,4 @@ class TestMigrationToLRU(PolicyContract):
 
 class TestMigrationAmidAnother(PolicyContract):
     def create(self, capacity: int) -> EvictionPolicy:
-        return HalfWay(HalfWay(SIEVE(capacity), LFU(capacity)), S3FIFO(capacity))
+        return HalfWay(HalfWay(SIEVE(capacity), FIFO(capacity)), S3FIFO(capacity))

@@ -114,7 +114,7 @@ def test_sizes_may_be_bytes(trace: Path, capsys: pytest.CaptureFixture[str]) -> 
     assert row["host_chunks"] == 4
 
 
-@pytest.mark.parametrize("policy", ["lru", "w-tinylfu", "hit-density"])
+@pytest.mark.parametrize("policy", ["lru", "s3-fifo", "hit-density"])
 def test_room_for_more_than_there_is_costs_no_more_than_room_for_all(
     trace: Path, capsys: pytest.CaptureFixture[str], policy: str
 ) -> None:

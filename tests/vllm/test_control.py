@@ -60,7 +60,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
                     "removed",
                     ONE,
                     ctl("set", f"host.bytes={ROWS // 2 * CHUNK}", "host.eviction_policy=arc"),
-                    ctl("set", "tiers.0.capacity_bytes=256MiB", "tiers.0.eviction_policy=lfu"),
+                    ctl("set", "tiers.0.capacity_bytes=256MiB", "tiers.0.eviction_policy=fifo"),
                 ),
                 after(
                     "smaller",
@@ -94,7 +94,7 @@ def test_nothing_stops_while_sizes_and_policies_change(run: Run) -> None:
         # What did not fit host memory came from the disk.
         assert run.rounds[name].cached == [LENGTH] * (len(OTHERS) + 1)
     assert f"host: {ROWS // 2} chunks, 32.0 MiB of 32.0 MiB in use, arc" in run.log
-    assert "at most 512.0 MiB, lfu" in run.log
+    assert "at most 512.0 MiB, fifo" in run.log
 
 
 def test_after_a_reset_nothing_is_found(run: Run) -> None:
