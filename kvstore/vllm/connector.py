@@ -122,8 +122,6 @@ class KVStoreConnector(OffloadingConnector):  # type: ignore[misc]
         self._told = False
         self._pause_told = False
         """The engine has paused, and the reset that belongs to the pause has come."""
-        self._was_reset = False
-        """There was a reset since the last step."""
         self._owner: Any = None
         """The worker, or the scheduler, whose connector this is, once it is known."""
         self.connector_worker: OffloadingConnectorWorker | None = None
@@ -310,7 +308,6 @@ class KVStoreConnector(OffloadingConnector):  # type: ignore[misc]
             self._manager.step_computes(_computes_prompts(scheduler_output))
         with self._correct.scheduled(scheduler_output):
             orders = super().build_connector_meta(scheduler_output)
-        self._was_reset = False
         self._pause_told = self._pause_told and has_paused(self._owner)
         look = 0 if self._manager is None else self._manager.look
         return StepMetadata(**_values(orders), look=look) if look else orders
@@ -335,6 +332,7 @@ class KVStoreConnector(OffloadingConnector):  # type: ignore[misc]
             self._manager.weights_told(report.look, report.weights)
         with self._correct.reported(connector_output):
             super().update_connector_output(connector_output)
+        self._engine.flushed = self._correct.flushed
 
     def reset_cache(self) -> Any:
         paused = has_paused(self._owner)
@@ -342,14 +340,10 @@ class KVStoreConnector(OffloadingConnector):  # type: ignore[misc]
             # Whoever resets an engine that has paused before wants it to forget.
             self._manager.pauses = paused and not self._pause_told
         self._pause_told = paused
-        again, self._was_reset = self._was_reset, True
-        scheduler = self.connector_scheduler
-        if again and scheduler is not None:
-            # vLLM's half fails if transfers were under way at the reset before, and no step came
-            # since. It has begun nothing since then either.
-            scheduler.manager.reset_cache()
-            return True
-        return super().reset_cache()
+        with self._correct.reset():
+            done = super().reset_cache()
+        self._engine.flushed = self._correct.flushed
+        return done
 
     def shutdown(self) -> None:
         # Nothing to release where nothing was opened.

@@ -1,15 +1,16 @@
 """Corrections: what vLLM's half of the connector would store, or wait for, wrongly.
 
 It takes the whole prompt of each request that has ended for computed, but for aborts. It stores
-what another connector has failed to load. Before 0.33 it takes sessions and preempted requests
-wrongly, and does not see into which blocks another connector loads. It offers nobody a way to say
-so, so this module reads and writes its private parts, and no other does.
+what another connector has failed to load, and after a reset what is in blocks that a window has
+left. Before 0.33 it takes sessions and preempted requests wrongly, does not see into which blocks
+another connector loads, and gives rows away at a reset that workers still use. It offers nobody a
+way to say so, so this module reads and writes its private parts, and no other does.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.scheduler import (
@@ -17,7 +18,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.offloading.scheduler import (
 )
 from vllm.v1.request import RequestStatus
 
-from kvstore.vllm.version import KNOWS_SESSIONS
+from kvstore.vllm.version import KNOWS_SESSIONS, TELLS_OF_FLUSHES
 
 __all__ = ["Corrections"]
 
@@ -34,6 +35,38 @@ class Corrections:
         self._half: Any = scheduler
         # Stores that are under way, of bytes that are wrong.
         self._spoiled: set[int] = set()
+        # Transfers that were under way at a reset, with the workers that have not reported them.
+        self._unflushed: dict[int, int] = {}
+
+    @property
+    def flushed(self) -> bool:
+        """Whether all transfers that were under way at a reset have ended.
+
+        From 0.33 on vLLM itself keeps their rows from others.
+        """
+        return not self._unflushed
+
+    @contextlib.contextmanager
+    def reset(self) -> Iterator[None]:
+        """Let vLLM's half forget everything.
+
+        It fails at a second reset before the next step. Where layers have a window it would offer
+        all chunks of the requests that go on once more, also those that the window has left, with
+        what others have in these blocks now: such requests store nothing more.
+        """
+        half = self._half
+        flushing = half._current_batch_jobs_to_flush  # noqa: SLF001
+        half._current_batch_jobs_to_flush = set()  # noqa: SLF001
+        if not TELLS_OF_FLUSHES:
+            self._unflushed.update({name: job.pending_count for name, job in self._jobs.items()})
+        try:
+            yield
+        finally:
+            half._current_batch_jobs_to_flush |= flushing  # noqa: SLF001
+        groups = half.config.kv_group_configs
+        if any(group.sliding_window_size_in_chunks is not None for group in groups):
+            for state in self._states.values():
+                state.max_offload_tokens = 0
 
     @contextlib.contextmanager
     def scheduled(self, output: Any) -> Iterator[None]:
@@ -94,6 +127,11 @@ class Corrections:
         What was stored of blocks that another connector could not load, or behind them, is not
         kept. If its request goes on, it is offered again, once it was computed.
         """
+        if self._unflushed:
+            for job, workers in self._completed(output).items():
+                if job in self._unflushed:
+                    self._unflushed[job] -= workers
+            self._unflushed = {job: left for job, left in self._unflushed.items() if left > 0}
         wrong = output.invalid_block_ids
         if wrong:
             for name in self._states:
@@ -118,7 +156,7 @@ class Corrections:
 
     def _take_spoiled(self, output: Any) -> list[Any]:
         """Return the stores of wrong bytes that end with this report."""
-        completed = getattr(output.kv_connector_worker_meta, "completed_jobs", None) or {}
+        completed = self._completed(output)
         # A reset has forgotten the others.
         self._spoiled &= self._jobs.keys()
         ended = [
@@ -128,6 +166,14 @@ class Corrections:
         ]
         self._spoiled.difference_update(ended)
         return [self._jobs[job] for job in ended]
+
+    @staticmethod
+    def _completed(output: Any) -> Mapping[int, int]:
+        """The transfers that workers report as ended, with the number of these workers."""
+        told: Mapping[int, int] | None = getattr(
+            output.kv_connector_worker_meta, "completed_jobs", None
+        )
+        return told or {}
 
     @property
     def _jobs(self) -> dict[int, Any]:

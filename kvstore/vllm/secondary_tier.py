@@ -16,6 +16,7 @@ at a time:
   been handed over by `submit_load`, one job for each request.
 * `submit_store` comes when the device's bytes are in the rows, between two steps (some in a step):
   the rows stay as they are until the job is told to have ended.
+* Neither names the keys of a job in the order of the prompt.
 * `get_finished_jobs` is asked at least once a step. A load may say which of its chunks have come:
   the others are misses, and looked up again. A row of a job that has ended may be given to others,
   so a job cannot end while a copy from or to its rows may still run.
@@ -65,7 +66,7 @@ from kvstore.vllm.identity.naming import Naming, siblings
 from kvstore.vllm.layout import Layout
 from kvstore.vllm.metrics_report import TIERS_ALONE, Reporter, definitions
 from kvstore.vllm.signals import ending, outlive_signals
-from kvstore.vllm.version import join_server_log
+from kvstore.vllm.version import join_server_log, position_of
 
 __all__ = ["KVStoreTier", "TierOptions"]
 
@@ -249,6 +250,9 @@ class KVStoreTier(SecondaryTierManager):
     # -- lookups ---------------------------------------------------------------------------
 
     def lookup(self, key: OffloadKey, req_context: ReqContext) -> LookupResult:
+        if self._engine is not None and not self._engine.flushed:
+            # The row that vLLM would give to the chunk may be one that a worker still writes.
+            return LookupResult.MISS
         if self._adapters is not None:
             use = self._adapters.use(req_context)
             if use is not None:
@@ -265,16 +269,17 @@ class KVStoreTier(SecondaryTierManager):
     # -- jobs ------------------------------------------------------------------------------
 
     def submit_store(self, job_metadata: TransferJob) -> None:
-        keys, rows = job_metadata.keys, job_metadata.chunk_ids.tolist()
+        keys, rows = _in_order(job_metadata)
         if self._in_doubt(job_metadata.req_context):
             keys, rows = [], []
         named = self._named(keys, job_metadata.req_context)
         self._runner.store(job_metadata.job_id, named, rows, job_metadata.req_context.req_id)
 
     def submit_load(self, job_metadata: TransferJob) -> None:
-        named = self._named(job_metadata.keys, job_metadata.req_context)
-        self._names[job_metadata.job_id] = dict(zip(named, job_metadata.keys, strict=True))
-        self._runner.load(job_metadata.job_id, named, job_metadata.chunk_ids.tolist())
+        keys, rows = _in_order(job_metadata)
+        named = self._named(keys, job_metadata.req_context)
+        self._names[job_metadata.job_id] = dict(zip(named, keys, strict=True))
+        self._runner.load(job_metadata.job_id, named, rows)
 
     def get_finished_jobs(self) -> Iterable[JobResult]:
         return [self._result(end) for end in self._runner.poll()]
@@ -353,3 +358,15 @@ class KVStoreTier(SecondaryTierManager):
             transfer_time=end.seconds,
             transfer_bytes=end.moved * self._chunk_bytes,
         )
+
+
+def _in_order(job: TransferJob) -> tuple[list[OffloadKey], list[int]]:
+    """Return the keys and rows of a job in the order of the prompt, for each KV cache group.
+
+    vLLM takes the keys of a store from a set, and asks for windows from their ends.
+    """
+    position = position_of(job.req_context)
+    pairs = [*zip(job.keys, job.chunk_ids.tolist(), strict=True)]
+    if position is not None:
+        pairs.sort(key=lambda pair: position(pair[0]) or 0)
+    return [key for key, _ in pairs], [row for _, row in pairs]

@@ -17,8 +17,13 @@ from vllm.v1.request import RequestStatus
 
 import kvstore
 from kvstore.errors import ConfigError
+from kvstore.tiers.disk.format import Geometry
 from kvstore.vllm.version import LOADS_WITHIN_STEPS, VERSION, mediums
 from tests.vllm.whole import BLOCK, PAGE, Server
+
+SEGMENT = Geometry(16, 4096, 4096).file_bytes
+SMALL = {"capacity_bytes": 2 * SEGMENT, "segment_bytes": SEGMENT}
+"""A disk for 32 chunks."""
 
 PROMPTS = [[(seed * 37 + place * 11) % 90 for place in range(66)] for seed in range(4)]
 
@@ -27,7 +32,7 @@ def disk(folder: Path) -> list[dict[str, Any]]:
     return [{"type": "disk", "path": str(folder / "cache"), "capacity_bytes": "300MiB"}]
 
 
-def in_vllms_tiering(folder: Path) -> dict[str, Any]:
+def in_vllms_tiering(folder: Path, **more: Any) -> dict[str, Any]:
     """Options of vLLM's own tiering, on the CPU, with kvstore's disk as its second tier."""
     mine = {"type": "KVStoreTier", "module_path": "kvstore.vllm", "path": str(folder / "cache")}
     plain = {"automatic_identity": False, "identity": {"model": "m"}}
@@ -35,8 +40,25 @@ def in_vllms_tiering(folder: Path) -> dict[str, Any]:
         "spec_name": "HostTieringOffloadingSpec",
         "spec_module_path": "benchmarks.serving.native",
         "cpu_bytes_to_use": 256 * 4096,
-        "secondary_tiers": [{**mine, "capacity_bytes": "300MiB", **plain}],
+        "secondary_tiers": [{**mine, "capacity_bytes": "300MiB", **plain, **more}],
     }
+
+
+@pytest.fixture
+def tiering_server(tmp_path: Path) -> Iterator[Any]:
+    """A server with vLLM's own tiering over a disk of ours."""
+    if VERSION < (0, 31):
+        pytest.skip("vLLM's own tiering has another shape")
+    servers: list[Server] = []
+
+    def make(windows: tuple[int | None, ...] = (None,), blocks: int = 256, **more: Any) -> Server:
+        options = in_vllms_tiering(tmp_path, **more)
+        servers.append(Server(tmp_path, options, windows=windows, blocks=blocks))
+        return servers[-1]
+
+    yield make
+    for server in servers:
+        server.close()
 
 
 @pytest.fixture
@@ -262,12 +284,17 @@ def lookups_of_a_step(server: Server) -> int:
     return asked
 
 
+@pytest.mark.parametrize("tiering", [False, True])
 @pytest.mark.parametrize("windows", [(10,), (None, 10)])
 def test_blocks_that_a_window_has_left_are_not_stored_again_after_a_reset(
-    open_server: Any, windows: Any
+    open_server: Any, tiering_server: Any, windows: Any, tiering: bool
 ) -> None:
     """vLLM offers them, although they have become another request's."""
-    server = open_server(rows=512, windows=windows, blocks=80)
+    server = (
+        tiering_server(windows=windows, blocks=80, **SMALL)
+        if tiering
+        else open_server(rows=512, windows=windows, blocks=80)
+    )
     prompt = [place % 90 for place in range(60)]
     name = server.add(prompt, tokens=70)
     while len(server.served[name].tokens) < 30:
@@ -281,7 +308,8 @@ def test_blocks_that_a_window_has_left_are_not_stored_again_after_a_reset(
     server.settle()
     server.forget()
     (again,) = server.serve(prompt)
-    assert again.cached == 0
+    # A reset leaves below vLLM's manager what the disk has, and was right.
+    assert tiering or again.cached == 0
     server.forget()
     (again,) = server.serve(prompt)
     assert again.cached >= 56, "who comes after a reset stores as ever"
@@ -505,12 +533,10 @@ def test_two_resets_amid_transfers_without_a_step_between_them(open_server: Any)
 
 
 def test_two_resets_without_a_step_between_them_below_vllms_own_manager(
-    open_server: Any, tmp_path: Path
+    open_server: Any, tiering_server: Any
 ) -> None:
-    if VERSION < (0, 31):
-        pytest.skip("vLLM's own tiering has another shape")
     expected = [one.tokens for one in open_server().serve(*PROMPTS)]
-    server = Server(tmp_path, in_vllms_tiering(tmp_path))
+    server = tiering_server()
     for prompt in PROMPTS:
         server.add(prompt)
     scheduler: Any = server.connector.connector_scheduler
@@ -519,4 +545,52 @@ def test_two_resets_without_a_step_between_them_below_vllms_own_manager(
     for _ in range(3):
         assert server.scheduler.reset_connector_cache()
     assert [one.tokens for one in server.serve(*PROMPTS)] == expected
-    server.close()
+
+
+@pytest.mark.parametrize("resets", [1, 2])
+def test_after_resets_the_disk_below_vllms_own_manager_is_read_again(
+    tiering_server: Any, resets: int
+) -> None:
+    server = tiering_server()
+    server.serve(PROMPTS[0])
+    server.settle()
+    for _ in range(resets):
+        server.reset()
+    assert server.serve(PROMPTS[0])[0].cached == 64
+
+
+def test_no_row_that_a_worker_still_writes_at_a_reset_is_filled_from_disk(
+    tiering_server: Any,
+) -> None:
+    """vLLM before 0.33 gave it away: what the worker wrote was then read under another's key."""
+    server = tiering_server()
+    server.serve(PROMPTS[0])
+    server.settle()
+    server.reset()
+    server.add(PROMPTS[1], tokens=1)
+    server.step()  # Computes the prompt. Workers store it in the next step.
+    server.reset()
+    name = server.add(PROMPTS[0])
+    output = server.scheduler.schedule()
+    (tier,) = server.manager.secondary_tiers
+    tier.drain_jobs()
+    server.scheduler.update_from_output(output, server._execute(output))
+    server.settle()
+    assert server.requests[name].is_finished()
+    server.reset()
+    assert server.serve(PROMPTS[0])[0].cached == 64
+
+
+@pytest.mark.parametrize("policy", ["lru", "hit-density"])
+def test_of_a_prompt_that_is_evicted_in_part_the_head_is_left_below_vllms_own_manager(
+    tiering_server: Any, policy: str
+) -> None:
+    """vLLM names the chunks of a store in no order."""
+    server = tiering_server(**SMALL, eviction_policy=policy)
+    prompts = [[100 * number + place for place in range(24 * BLOCK)] for number in range(3)]
+    for prompt in prompts:
+        server.serve(prompt)
+        server.settle()
+    server.reset()
+    found = [server.serve(prompt)[0].cached for prompt in reversed(prompts)]
+    assert found == [24 * BLOCK - 1, 8 * BLOCK, 0]
