@@ -44,12 +44,6 @@ async def test_what_it_counts_is_on_disk_when_it_returns(
         assert await store.resolve(A) == 6
 
 
-async def test_more_than_host_memory_holds_is_written_as_a_whole(open_store: Open) -> None:
-    async with open_store(rows=8, disk=64) as store:
-        assert await store.put(WIDE, payloads(WIDE), durable=True, timeout=PATIENCE) == 40
-        assert on_disk(store) == {*WIDE}
-
-
 @pytest.mark.parametrize("flow", ["write-through", "demote", "exclusive"])
 async def test_more_than_host_memory_holds_is_written_though_a_neighbour_has_it(
     tmp_path: Path, flow: str

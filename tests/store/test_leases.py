@@ -43,15 +43,6 @@ async def test_what_is_got_in_part_leaves_nothing_leased(
         assert busy(store) == 0
 
 
-async def test_what_is_there_in_part_leaves_nothing_leased(open_store: Open) -> None:
-    await on_disk(open_store, PROMPT[:4])
-    async with open_store(rows=8, disk=256) as store:
-        found = await store.resolve(PROMPT)
-        assert found == 4
-        assert await contents(store, PROMPT[:found]) == payloads(PROMPT[:4])
-        assert busy(store) == 0
-
-
 async def test_a_get_of_more_than_was_asked_for_leaves_nothing_leased(open_store: Open) -> None:
     await on_disk(open_store, PROMPT)
     async with open_store(rows=8, disk=256) as store:
@@ -94,16 +85,6 @@ async def test_a_lookup_that_is_not_repeated_is_in_nobodys_way(open_store: Open)
         assert await store.resolve(forgotten) == 8
         got = await asyncio.wait_for(contents(store, wanted), PATIENCE)
         assert got == payloads(wanted)
-        assert store.stats().lapses == 1
-
-
-async def test_a_lookup_whose_answer_nobody_awaits_is_in_nobodys_way(open_store: Open) -> None:
-    forgotten, wanted = keys_of("forgotten", 8), keys_of("wanted", 8)
-    await on_disk(open_store, forgotten, wanted)
-    async with open_store(rows=8, disk=256, lease_s=TOO_LONG) as store:
-        assert store.lookup_prefix(forgotten) is None
-        await until_async(lambda: busy(store) == 8 and store.stats().waiting == 0)
-        assert await asyncio.wait_for(contents(store, wanted), PATIENCE) == payloads(wanted)
         assert store.stats().lapses == 1
 
 

@@ -99,17 +99,6 @@ async def test_rows_that_are_looked_at_are_counted_and_told_once(
         assert (stats.outlived, stats.watched_rows) == (3, 0)
 
 
-async def test_others_take_the_rows_that_are_not_looked_at(open_store: Open) -> None:
-    async with open_store(rows=4) as store:
-        await store.put(A, payloads(A))
-        async with store.get(A) as chunks:
-            held = np.frombuffer(chunks[2], np.uint8)
-        await store.put(B, payloads(B), timeout=PATIENCE)
-        assert held.tobytes() == payload(A[2])
-        del held
-        await until_async(lambda: busy(store) == 0)
-
-
 def _in_a_thread(drop: Callable[[], object]) -> None:
     thread = threading.Thread(target=drop)
     thread.start()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Callable
 
 import numpy as np
 import pytest
@@ -96,19 +95,6 @@ async def test_a_conversation_that_pauses_makes_room_and_comes_back(open_store: 
         await until_async(lambda: (store.stats().chunks, store.stats().busy_rows) == (8, 0))
         assert await contents(store, B) == payloads(B)
         assert store.stats().deferrals == 0
-
-
-async def test_calls_after_the_end_are_refused(open_store: Open) -> None:
-    async with open_store(rows=8) as store:
-        pass
-    calls: list[Callable[[], object]] = [
-        lambda: store.pin(A, 5.0),
-        lambda: store.unpin(A),
-        lambda: store.prefetch(A),
-    ]
-    for call in calls:
-        with pytest.raises(KVStoreError, match="closed"):
-            call()
 
 
 async def test_a_copy_outlives_the_lease_and_an_array_over_a_chunk_cannot_be_written(

@@ -346,6 +346,7 @@ async def test_who_is_cancelled_while_it_waits_holds_nobody_up(open_store: Open)
         assert rest == [1, 1, 1]
         assert not store._puts.waiting
         assert busy(store) == 0
+        assert not store._core._requests
 
 
 async def on_disk_that_is_held(

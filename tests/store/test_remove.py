@@ -8,7 +8,6 @@ import subprocess
 import sys
 import textwrap
 import threading
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -248,12 +247,14 @@ async def test_a_reset_takes_a_removal_along(
     async with open_store(rows=8, disk=64) as store:
         await store.put(A, payloads(A))
         await store.flush(PATIENCE)
-        gate = hold(monkeypatch, "erase")
+        gates = [hold(monkeypatch, method) for method in ("erase", "clear")]
         removing = asyncio.create_task(store.remove(A))
         await asyncio.sleep(0.05)
         resetting = asyncio.create_task(store.reset())
         await asyncio.sleep(0.05)
-        gate.set()
+        assert not removing.done(), "the disk has not forgotten"
+        for gate in gates:
+            gate.set()
         await resetting
         assert await asyncio.wait_for(removing, PATIENCE) == 6
         assert await store.put(A, payloads(A)) == 6
@@ -329,34 +330,6 @@ def test_what_was_removed_is_gone_after_kill_9(tmp_path: Path) -> None:
 # -- amid a reset --------------------------------------------------------------------------------
 
 
-async def test_a_removal_that_a_reset_takes_over_ends_when_the_disk_has_forgotten(
-    open_store: Open, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    goes_on = threading.Event()
-
-    def slow(real: Any) -> Any:
-        async def later(*args: Any) -> Any:
-            while not goes_on.is_set():
-                await asyncio.sleep(0.001)
-            return await real(*args)
-
-        return later
-
-    keys = keys_of("removed", 4)
-    async with open_store(disk=32) as store:
-        await store.put(keys, payloads(keys), durable=True)
-        for name in ("erase", "clear"):
-            monkeypatch.setattr(DiskTier, name, slow(getattr(DiskTier, name)))
-        removing = asyncio.create_task(store.remove(keys))
-        await asyncio.sleep(0.02)
-        resetting = asyncio.create_task(store.reset())
-        await asyncio.sleep(0.05)
-        assert not removing.done()
-        goes_on.set()
-        assert await removing == 4
-        await resetting
-
-
 async def test_a_reset_that_the_disk_cannot_follow_is_told_to_who_resets_and_who_removes(
     open_store: Open, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -423,14 +396,7 @@ async def test_a_put_of_chunks_that_leave_when_a_lease_ends_writes_no_other_agai
 async def test_a_put_of_what_is_still_being_erased_writes_no_other_again_and_again(
     tmp_path: Path, open_store: Open, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    goes_on, erase = asyncio.Event(), DiskTier.erase
-
-    async def late(tier: DiskTier, keys: Sequence[bytes]) -> str | None:
-        await goes_on.wait()
-        return await erase(tier, keys)
-
-    monkeypatch.setattr(DiskTier, "erase", late)
-    keys = keys_of("a", 8)
+    keys, goes_on = keys_of("a", 8), hold(monkeypatch, "erase")
     async with open_store(rows=8, **flowing(tmp_path, "exclusive")) as store:
         await store.put(keys, payloads(keys))
         removing = asyncio.create_task(store.remove(keys[:1]))

@@ -9,7 +9,7 @@ import sys
 import textwrap
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Any
@@ -18,11 +18,11 @@ import numpy as np
 import pytest
 
 import kvstore
-from kvstore.api.store import COPY_INLINE_BYTES
+from kvstore.api.store import COPY_INLINE_BYTES, Store
 from kvstore.core import Core, Pace
 from kvstore.engine.engine import Engine
 from kvstore.engine.loop_steps import RECHECK_SECONDS, Driver
-from kvstore.errors import BlockKeyError, ConfigError, KVStoreError, LeaseEndedError
+from kvstore.errors import ConfigError, KVStoreError, LeaseEndedError
 from kvstore.policies import registry
 from kvstore.policies.lru import LRU
 from kvstore.policies.table import COMPILED
@@ -154,26 +154,6 @@ async def test_as_many_buffers_as_keys_are_needed(open_store: Open, count: int) 
         assert store.stats().chunks == 0
 
 
-@pytest.mark.parametrize("wrong", ["text", b"", b"k" * 57, None])
-async def test_a_wrong_key_is_refused_and_nothing_is_stored(open_store: Open, wrong: Any) -> None:
-    async with open_store() as store:
-        with pytest.raises(BlockKeyError, match="block key must"):
-            await store.put([b"good\0\0\0\0", wrong], [bytes(CHUNK)] * 2)
-        assert store.stats().chunks == 0
-
-
-@pytest.mark.parametrize("wrong", ["text", None])
-async def test_a_wrong_key_is_no_silent_miss(open_store: Open, wrong: Any) -> None:
-    async with open_store() as store:
-        with pytest.raises(BlockKeyError, match="block key must"):
-            store.lookup_prefix([wrong])
-        with pytest.raises(BlockKeyError, match="block key must"):
-            await store.resolve([wrong], request="named")
-        with pytest.raises(BlockKeyError, match="block key must"):
-            async with store.get([wrong]):
-                pass
-
-
 # -- prefixes ------------------------------------------------------------------------------
 
 
@@ -248,18 +228,6 @@ async def test_flushing_gives_up_in_time(open_store: Open, monkeypatch: pytest.M
         assert not await asyncio.wait_for(store.flush(timeout=0.1), PATIENCE)
         gate.set()
         assert await store.flush(timeout=PATIENCE)
-
-
-async def test_more_than_host_memory_holds_streams_through_to_disk(open_store: Open) -> None:
-    async with open_store(rows=6, disk=64) as store:
-        keys = keys_of("a", 40)
-        assert await store.put(keys, payloads(keys)) == 40
-        assert await store.flush()
-        assert store.stats().tiers[0].chunks == 40
-        assert store.stats().rows == 6
-        for first in range(0, 40, 6):
-            part = keys[first : first + 6]
-            assert await contents(store, part) == payloads(part)
 
 
 async def test_more_than_host_memory_holds_is_kept_from_its_beginning(open_store: Open) -> None:
@@ -464,19 +432,6 @@ async def test_what_still_looks_at_a_chunk_after_the_lease_keeps_its_row_and_is_
         assert await contents(store, keys) == payloads(keys)
 
 
-async def test_an_error_of_the_body_is_not_hidden_by_a_held_array(open_store: Open) -> None:
-    async with open_store() as store:
-        keys = keys_of("a", 1)
-        await store.put(keys, payloads(keys))
-        held = None
-        with pytest.raises(ZeroDivisionError):
-            async with store.get(keys) as chunks:
-                held = np.frombuffer(chunks[0], np.uint8)
-                raise ZeroDivisionError
-        assert held is not None
-        assert busy(store) == 1
-
-
 def test_an_array_that_outlives_its_store_reads_no_foreign_memory() -> None:
     ended = subprocess.run(
         [
@@ -568,102 +523,24 @@ async def test_a_put_that_is_cancelled_while_it_copies_leaves_nothing(
         assert await store.put(keys, payloads(keys, size)) == 2
 
 
-async def test_a_put_that_is_cancelled_while_it_waits_for_room_leaves_nothing(
+@pytest.mark.parametrize("call", [contents, Store.resolve])
+async def test_a_call_that_is_cancelled_while_it_waits_leaves_no_pin(
     open_store: Open,
-) -> None:
-    async with open_store(rows=2) as store:
-        leased = keys_of("leased", 2)
-        await store.put(leased, payloads(leased))
-        async with store.get(leased):
-            putting = asyncio.create_task(store.put(keys_of("a", 1), [bytes(CHUNK)]))
-            await asyncio.sleep(0.05)
-            await cancel(putting)
-        assert busy(store) == 0
-        assert not store._core._requests
-
-
-async def test_a_get_that_is_cancelled_while_it_waits_leaves_no_pin(
-    open_store: Open, monkeypatch: pytest.MonkeyPatch
+    monkeypatch: pytest.MonkeyPatch,
+    call: Callable[[Store, Sequence[bytes]], Coroutine[Any, Any, object]],
 ) -> None:
     keys = keys_of("a", 4)
     async with open_store(disk=32) as store:
         await store.put(keys, payloads(keys))
     async with open_store(disk=32) as store:
         gate = hold(monkeypatch, "read")
-
-        async def use() -> None:
-            async with store.get(keys):
-                raise AssertionError("it is not there yet")
-
-        getting = asyncio.create_task(use())
+        waiting = asyncio.create_task(call(store, keys))
         await until_async(lambda: store.stats().waiting == 1)
-        await cancel(getting)
+        await cancel(waiting)
         assert store.stats().waiting == 0
         gate.set()
         await until_async(lambda: busy(store) == 0)
         assert not store._core._requests
-
-
-async def test_a_get_that_is_cancelled_while_it_reads_leaves_no_pin(open_store: Open) -> None:
-    async with open_store() as store:
-        keys = keys_of("a", 4)
-        await store.put(keys, payloads(keys))
-        inside = asyncio.Event()
-
-        async def use() -> None:
-            async with store.get(keys):
-                inside.set()
-                await asyncio.sleep(60)
-
-        getting = asyncio.create_task(use())
-        await inside.wait()
-        assert busy(store) == 4
-        await cancel(getting)
-        assert busy(store) == 0
-
-
-async def test_a_resolve_that_is_cancelled_leaves_no_pin(
-    open_store: Open, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    keys = keys_of("a", 4)
-    async with open_store(disk=32) as store:
-        await store.put(keys, payloads(keys))
-    async with open_store(disk=32) as store:
-        gate = hold(monkeypatch, "read")
-        resolving = asyncio.create_task(store.resolve(keys))
-        await until_async(lambda: store.stats().waiting == 1)
-        await cancel(resolving)
-        gate.set()
-        await until_async(lambda: busy(store) == 0)
-
-
-async def test_an_open_that_is_cancelled_lets_go_of_the_disk(
-    open_store: Open, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    entered, gate = threading.Event(), threading.Event()
-    real = DiskTier.open
-
-    def slow(self: DiskTier, region: PinnedRegion) -> Any:
-        entered.set()
-        gate.wait(PATIENCE)
-        return real(self, region)
-
-    async def use() -> None:
-        async with open_store(disk=32):
-            raise AssertionError("it was cancelled")
-
-    with monkeypatch.context() as patch:
-        patch.setattr(DiskTier, "open", slow)
-        opening = asyncio.create_task(use())
-        await until_async(entered.is_set)
-        await cancel(opening)
-        gate.set()
-    end = time.monotonic() + PATIENCE
-    while True:
-        async with open_store(disk=32) as store:
-            if "lane-0" in store.description:
-                return
-        assert time.monotonic() < end, "its lane is never free again"
 
 
 # -- faults ----------------------------------------------------------------------------------
@@ -710,14 +587,6 @@ async def test_a_disk_that_cannot_be_written_leaves_what_is_in_host_memory(
         assert store.stats().tiers[0].chunks == 0
 
 
-async def test_a_disk_that_never_answers_does_not_keep_the_store_from_closing(
-    open_store: Open, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    hold(monkeypatch, "write")
-    async with asyncio.timeout(PATIENCE), open_store(disk=32, shutdown_timeout_s=0.1) as store:
-        await store.put(keys_of("a", 1), [bytes(CHUNK)])
-
-
 # -- the ends --------------------------------------------------------------------------------
 
 
@@ -725,8 +594,15 @@ async def test_a_closed_store_says_so(open_store: Open) -> None:
     async with open_store() as store:
         keys = keys_of("a", 1)
         await store.put(keys, payloads(keys))
-    with pytest.raises(KVStoreError, match="closed"):
-        store.lookup_prefix(keys)
+    calls: list[Callable[[], object]] = [
+        lambda: store.lookup_prefix(keys),
+        lambda: store.pin(keys, 5.0),
+        lambda: store.unpin(keys),
+        lambda: store.prefetch(keys),
+    ]
+    for call in calls:
+        with pytest.raises(KVStoreError, match="closed"):
+            call()
     with pytest.raises(KVStoreError, match="closed"):
         await store.put(keys, payloads(keys))
     with pytest.raises(KVStoreError, match="closed"):
@@ -904,24 +780,9 @@ async def test_closing_does_not_go_on_copying_after_its_time(
     assert writes < 20, "copies went on for as long as there were any"
 
 
-async def test_the_size_of_a_chunk_must_be_given() -> None:
-    with pytest.raises(ConfigError, match="missing key chunk_bytes"):
-        async with kvstore.open({"cpu_bytes_to_use": "1MiB"}):
-            pass
-
-
 async def test_host_memory_must_hold_a_chunk() -> None:
     with pytest.raises(ConfigError, match="cpu_bytes_to_use = 100: must hold at least one chunk"):
         async with kvstore.open({"cpu_bytes_to_use": 100, "chunk_bytes": CHUNK}):
-            pass
-
-
-async def test_a_folder_that_cannot_be_used_is_refused_by_name(
-    open_store: Open, tmp_path: Path
-) -> None:
-    (tmp_path / "cache").write_text("a file")
-    with pytest.raises(KVStoreError, match=r"cache is a file, not a folder"):
-        async with open_store(disk=32):
             pass
 
 

@@ -301,17 +301,6 @@ def test_an_open_whose_time_is_up_leaves_nothing_open(
     until(lane_is_free)
 
 
-def test_a_fault_of_the_disk_is_a_miss(open_sync: Open, tmp_path: Path) -> None:
-    fill(open_sync)
-    payload = payloads(ON_DISK[1:2])[0]
-    for path in (tmp_path / "cache").rglob("*"):
-        if path.is_file() and payload in (found := path.read_bytes()):
-            path.write_bytes(found.replace(payload, bytes(CHUNK)))
-    with open_sync(disk=64) as store:
-        assert contents(store, ON_DISK) == payloads(ON_DISK[:1])
-        assert store.stats().tiers[0].failed_reads == 1
-
-
 # -- time ------------------------------------------------------------------------------------
 
 

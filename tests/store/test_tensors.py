@@ -7,7 +7,6 @@ import logging
 import subprocess
 import sys
 import textwrap
-import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -16,11 +15,10 @@ import pytest
 
 import kvstore
 from kvstore.api import lease as onlookers
-from kvstore.api.store import Store
 from kvstore.errors import LeaseEndedError
 from kvstore.tiers.pinned import PinnedRegion
-from tests.patience import PATIENCE, until, until_async
-from tests.store.support import CHUNK, Open, busy, keys_of, payload, payloads, small
+from tests.patience import PATIENCE, until_async
+from tests.store.support import CHUNK, Open, busy, keys_of, payloads, small
 
 torch = pytest.importorskip("torch")
 
@@ -123,33 +121,6 @@ async def test_only_what_stays_is_counted_and_told_once(
         held.clear()
 
 
-async def test_the_tensor_of_a_cancelled_task_is_copied_right(open_store: Open) -> None:
-    began, go_on, copied = threading.Event(), threading.Event(), list[bytes]()
-
-    def copy(tensor: Any) -> None:
-        began.set()
-        assert go_on.wait(PATIENCE)
-        copied.append(bytes_of(tensor))
-
-    async def use(store: Store) -> None:
-        async with store.get(A) as chunks:
-            await asyncio.to_thread(copy, frombuffer(chunks[1]))
-
-    async with open_store(rows=4) as store:
-        await store.put(A, payloads(A))
-        task = asyncio.create_task(use(store))
-        await until_async(began.is_set)
-        task.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await task
-        del task
-        assert await store.put(B, payloads(B), timeout=PATIENCE) == 3
-        go_on.set()
-        await until_async(lambda: bool(copied))
-        assert copied == [payload(A[1])]
-        await until_async(lambda: busy(store) == 0)
-
-
 async def test_a_tensor_of_a_window_keeps_its_bytes(open_store: Open) -> None:
     async with open_store(rows=4, disk=64) as store:
         keys = keys_of("long", 12)
@@ -209,27 +180,6 @@ def test_synchronous_windows_go_on_beside_the_variable_of_a_loop(tmp_path: Any) 
                 for view in chunks:
                     copies.append(bytes(view))
     assert copies == payloads(keys)
-
-
-async def test_a_reset_does_not_wait_for_a_tensor(open_store: Open) -> None:
-    async with open_store(rows=4) as store:
-        await store.put(A, payloads(A))
-        async with store.get(A) as chunks:
-            tensor = frombuffer(chunks[0])
-        await store.reset(timeout=PATIENCE)
-        assert await store.put(B, payloads(B), timeout=PATIENCE) == 3
-        assert bytes_of(tensor) == payload(A[0])
-
-
-def test_a_tensor_of_a_synchronous_store_keeps_its_bytes(tmp_path: Any) -> None:
-    with kvstore.open_sync(small(tmp_path, rows=4)) as store:
-        store.put(A, payloads(A))
-        with store.get(A) as chunks:
-            tensor = frombuffer(chunks[1])
-        assert store.put(B, payloads(B), timeout=PATIENCE) == 3
-        assert bytes_of(tensor) == payload(A[1])
-        del tensor
-        until(lambda: store.stats().busy_rows == 0)
 
 
 ENDS = {
