@@ -32,7 +32,7 @@ from kvstore.tiers.disk.lane import LOCK_NAME, MAX_LANES, Lane, Owner, lane_owne
 from kvstore.tiers.disk.namespace import Namespace
 from tests.patience import until
 from tests.tiers.conftest import OpenBench
-from tests.tiers.support import CHUNK, NAMESPACE, SEGMENT, SLOT, SLOTS, Child, lane_of, segment_of
+from tests.tiers.support import CHUNK, NAMESPACE, SEGMENT, SLOT, Child, lane_of
 
 StartChild = Callable[..., Child]
 
@@ -120,13 +120,8 @@ def test_a_file_as_path_is_refused(folder: Path, refused: Callable[..., str]) ->
     message = refused(PathUnusableError)
     assert str(folder) in message
     assert "is a file" in message
+    assert str(folder / "below") in refused(PathUnusableError, folder / "below")
     assert folder.read_text() == "a file"
-
-
-def test_a_path_below_a_file_is_refused(folder: Path, refused: Callable[..., str]) -> None:
-    folder.write_text("a file")
-    message = refused(PathUnusableError, folder / "below")
-    assert str(folder / "below") in message
 
 
 def test_a_link_as_path_is_refused(folder: Path, refused: Callable[..., str]) -> None:
@@ -158,11 +153,6 @@ def test_a_path_that_no_file_system_takes_is_refused(
     folder: Path, refused: Callable[..., str], name: str
 ) -> None:
     assert repr(str(folder / name)) in refused(PathUnusableError, folder / name)
-
-
-def test_a_folder_is_made_with_its_parents(folder: Path, open_bench: OpenBench) -> None:
-    open_bench(folder / "deep" / "er")
-    assert (folder / "deep" / "er" / NAMESPACE.name / "lane-0").is_dir()
 
 
 def test_nobody_else_may_look_in(folder: Path, open_bench: OpenBench) -> None:
@@ -435,13 +425,6 @@ def test_the_nth_process_gets_the_nth_lane_and_a_free_one_is_used_again(
     assert "lane-1," in child(HOLD, folder).line()
 
 
-def test_a_second_tier_of_one_process_gets_another_lane(
-    folder: Path, open_bench: OpenBench
-) -> None:
-    open_bench()
-    assert "lane-1," in open_bench().tier.description
-
-
 def test_a_killed_process_leaves_its_lane_free(
     folder: Path, open_bench: OpenBench, child: StartChild
 ) -> None:
@@ -533,12 +516,3 @@ def test_one_who_looks_whose_a_lane_is_may_be_slow(folder: Path, open_bench: Ope
         open_bench(lane=0).abandon()
     finally:
         slow.join()
-
-
-def test_a_bad_segment_file_does_not_keep_the_lane_from_opening(
-    folder: Path, open_bench: OpenBench
-) -> None:
-    open_bench().abandon()
-    segment_of(folder).write_bytes(b"")
-    assert len(open_bench().opening.segments) == 1
-    assert open_bench().opening.segment_slots == SLOTS

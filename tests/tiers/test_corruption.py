@@ -431,16 +431,6 @@ async def test_a_segment_of_another_geometry_costs_its_own_chunks_only(
     assert before <= disk_bytes(stored) <= 3 * SEGMENT
 
 
-async def test_a_segment_that_was_cut_short_gets_its_size_back(
-    stored: Path, open_bench: OpenBench, caplog: pytest.LogCaptureFixture
-) -> None:
-    os.truncate(segment_of(stored), slot_offset(3))
-    bench = open_bench()
-    assert f"{segment_of(stored)}: cut short" in caplog.text
-    assert disk_bytes(stored) == 2 * SEGMENT
-    assert await served(bench) == SEGMENT_1 | {0, 1, 2}
-
-
 async def test_a_segment_that_was_cut_short_is_left_alone_where_the_capacity_is_used_up(
     stored: Path, open_bench: OpenBench, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -7,9 +7,8 @@ import errno
 import os
 import random
 import signal
-import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -18,10 +17,8 @@ from kvstore.errors import ForeignFileError, PathUnusableError
 from kvstore.testing.bench import key_of
 from kvstore.tiers.disk import DiskTier
 from kvstore.tiers.disk.epoch import EPOCH_NAME, MAX_EPOCH, raise_epoch, read_epoch
-from kvstore.tiers.disk.io.buffered import BufferedIO
 from kvstore.tiers.disk.lane import LOCK_NAME
 from kvstore.tiers.disk.volume import Volume
-from tests.patience import PATIENCE, TOO_LONG
 from tests.tiers.conftest import OpenBench
 from tests.tiers.support import NAMESPACE, SEGMENT, SLOTS, Child, bench_of, disk_of, lane_of
 
@@ -391,28 +388,3 @@ async def test_what_is_listed_and_what_grows_is_of_the_epoch_that_is_entered(
     bench.abandon()
     again = open_bench()
     assert sorted(key for key, _ in again.opening.entries) == sorted(KEYS[:2])
-
-
-async def test_a_segment_that_is_being_read_is_not_removed(
-    open_bench: OpenBench, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    bench = open_bench(io="buffered")
-    await bench.tier.grow()
-    assert all((await bench.store(KEYS, range(8))).ok)
-    begun, gate = threading.Event(), threading.Event()
-    read = BufferedIO.read
-
-    def slow(self: BufferedIO, fd: int, buffers: Sequence[memoryview], offset: int) -> int:
-        begun.set()
-        assert gate.wait(TOO_LONG)
-        return read(self, fd, buffers, offset)
-
-    monkeypatch.setattr(BufferedIO, "read", slow)
-    reading = asyncio.ensure_future(bench.fetch(KEYS, list(range(8))))
-    assert await asyncio.to_thread(begun.wait, PATIENCE)
-    told = await bench.tier.remove_segment(0)
-    gate.set()
-    assert await reading == [True] * 8
-    assert told is not None
-    assert told.endswith("is in use")
-    assert await bench.tier.remove_segment(0) is None

@@ -136,17 +136,6 @@ async def test_a_failed_read_names_the_file_the_slot_and_the_reason(
     assert "Input/output error" in done.error
 
 
-async def test_a_chunk_that_could_not_be_read_is_not_thrown_away(
-    open_bench: OpenBench, faulty: FaultyIO
-) -> None:
-    bench = open_bench(io="faulty")
-    await bench.store(KEYS, ALL)
-    faulty.fail_reads = {3: io_error()}
-    assert await bench.fetch(KEYS, ALL) == but(3)
-    faulty.fail_reads = {}
-    assert await bench.fetch(KEYS, ALL) == but()
-
-
 async def test_scattered_blocks_whose_records_cannot_be_read_fail_alone(
     open_bench: OpenBench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -331,28 +320,6 @@ async def test_a_disk_that_does_not_answer_never_blocks_the_loop(
     faulty.gate.set()
     await asyncio.gather(read, write, grow, close)
     assert read.result().ok == write.result().ok == [True] * 4
-
-
-async def test_close_waits_for_a_slow_write_and_loses_nothing_of_it(
-    open_bench: OpenBench, faulty: FaultyIO
-) -> None:
-    bench = open_bench(io="faulty")
-    await bench.store(KEYS[:2], ALL[:2])
-    rows = bench.fill(KEYS)
-    faulty.gate = threading.Event()
-    faulty.begun.clear()
-    write = asyncio.ensure_future(bench.tier.write(KEYS[2:], ALL[2:], rows[2:]))
-    await asyncio.to_thread(faulty.begun.wait, PATIENCE)
-    close = asyncio.ensure_future(bench.tier.close([(KEYS[1], 1), (KEYS[0], 0)]))
-    for _ in range(20):
-        await asyncio.sleep(0.001)
-    assert not close.done(), "closed although a write is under way"
-    faulty.gate.set()
-    await close
-    assert (await write).ok == [True] * (SLOTS - 2)
-    again = open_bench(io="faulty", lane=0)
-    assert dict(again.opening.entries) == dict(zip(KEYS, ALL, strict=True))
-    assert await again.fetch(KEYS, ALL) == but()
 
 
 async def test_close_ignores_the_recency_of_slots_that_are_not_there(open_bench: OpenBench) -> None:

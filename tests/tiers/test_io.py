@@ -472,19 +472,6 @@ def test_a_run_that_fails_fails_alone(
     backend.close(fd)
 
 
-def test_a_run_that_crosses_the_end_of_the_file_is_short_and_the_others_are_whole(
-    backend: IOBackend, file: Path, memory: PinnedRegion
-) -> None:
-    fd = backend.open(file)
-    ends = [
-        IORequest(fd, rows(memory, 0, 1), (PAGES - 1) * PAGE),
-        IORequest(fd, rows(memory, 2), PAGES * PAGE),
-    ]
-    runs = [*ends, IORequest(fd, rows(memory, 3), 0)]
-    assert lengths(backend.move_all(runs, load=True)) == [PAGE, 0, PAGE]
-    backend.close(fd)
-
-
 def test_no_runs_are_no_work(backend: IOBackend) -> None:
     assert backend.move_all([], load=True) == backend.move_all([], load=False) == []
 

@@ -195,10 +195,11 @@ def test_another_server_of_the_same_name_gets_memory_of_its_own(name: str) -> No
         region.close()
 
 
-def test_other_sizes_are_refused_by_those_who_come_later(name: str) -> None:
+@pytest.mark.parametrize("sizes", [(6000, PAGE), (300, 2 * PAGE)], ids=["size", "shape"])
+def test_other_sizes_are_refused_by_those_who_come_later(name: str, sizes: tuple[int, int]) -> None:
     region = PinnedRegion.shared(name, 600, PAGE, mappers=2)
     with pytest.raises(ConfigError) as caught:
-        PinnedRegion.shared(name, 6000, PAGE, mappers=2)
+        PinnedRegion.shared(name, *sizes, mappers=2)
     assert name in str(caught.value)
     assert "same sizes" in str(caught.value)
     # The first is not disturbed by it.
@@ -206,13 +207,6 @@ def test_other_sizes_are_refused_by_those_who_come_later(name: str) -> None:
     other.row(1)[:2] = b"ok"
     assert bytes(region.row(1)[:2]) == b"ok"
     other.close()
-    region.close()
-
-
-def test_another_shape_of_the_same_size_is_refused(name: str) -> None:
-    region = PinnedRegion.shared(name, 8, PAGE, mappers=2)
-    with pytest.raises(ConfigError, match="same sizes"):
-        PinnedRegion.shared(name, 4, 2 * PAGE, mappers=2)
     region.close()
 
 
@@ -301,17 +295,6 @@ def shared_bytes(folder: Path) -> int:
 
 
 # -- whoever is killed ----------------------------------------------------------------------
-
-
-def test_the_region_lives_on_without_its_creator(name: str, child: StartChild) -> None:
-    creator = child(MAPPER, name, ROWS, ROW, 2)
-    assert creator.line() == "mapped"
-    region = PinnedRegion.shared(name, ROWS, ROW, mappers=2)
-    creator.answer("0 still")
-    assert creator.line() == "written"
-    creator.kill()
-    assert bytes(region.row(0)[:5]) == b"still"
-    region.close()
 
 
 def test_a_killed_creator_leaves_nothing_and_is_replaced(name: str, child: StartChild) -> None:

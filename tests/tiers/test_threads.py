@@ -65,6 +65,23 @@ def run(
     return threads.run_cut(lambda: operations, load=load)
 
 
+class Order:
+    """Jobs of which each tells when it is done."""
+
+    def __init__(self, threads: IOThreads) -> None:
+        self.threads = threads
+        self.told: list[str] = []
+
+    def begin(self, name: str, count: int = 1) -> asyncio.Future[list[Any]]:
+        """Begin a job of so many operations, which is a "load" or a "store"."""
+        operations = [lambda: self.told.append(name)] * count
+        return asyncio.ensure_future(run(self.threads, operations, load=name == "load"))
+
+    def grow(self) -> asyncio.Future[None]:
+        told = partial(self.told.append, "grow")
+        return asyncio.ensure_future(self.threads.run(told, ahead=True))
+
+
 async def begun(gate: Gate) -> None:
     """Wait until a thread is at the gate; the loop goes on meanwhile."""
     assert await asyncio.to_thread(gate.begun.wait, PATIENCE)
@@ -135,12 +152,6 @@ async def test_loads_that_come_together_begin_together(pool: Pool) -> None:
         for gate in gates:
             gate.opened.set()
         assert await asyncio.gather(*loads) == [["through"], ["through"]]
-
-
-async def test_one_thread_alone_loads_and_stores(pool: Pool) -> None:
-    threads = pool(1)
-    assert await run(threads, [lambda: "stored"], load=False) == ["stored"]
-    assert await run(threads, [lambda: "loaded"], load=True) == ["loaded"]
 
 
 # -- operations of two parts ------------------------------------------------------------------
@@ -278,42 +289,19 @@ async def test_a_job_of_no_operations_is_done_at_once(pool: Pool, load: bool) ->
     assert job.result() == []
 
 
-async def test_loads_overtake_stores_that_wait(pool: Pool) -> None:
-    threads, gate = pool(1), Gate()
-    order: list[str] = []
-    first = asyncio.ensure_future(run(threads, [gate], load=False))
-    await begun(gate)
-    stores = [
-        asyncio.ensure_future(run(threads, [lambda: order.append("store")] * 3, load=False))
-        for _ in range(2)
-    ]
-    await asyncio.sleep(0)
-    load = asyncio.ensure_future(run(threads, [lambda: order.append("load")] * 2, load=True))
-    await asyncio.sleep(0)
-    gate.opened.set()
-    await asyncio.gather(first, load, *stores)
-    assert order == ["load"] * 2 + ["store"] * 6
-
-
 async def test_what_stores_may_wait_for_overtakes_them_and_no_load(pool: Pool) -> None:
     threads, gate = pool(1), Gate()
-    order: list[str] = []
-
-    def begin(name: str, count: int, *, load: bool) -> asyncio.Future[list[Any]]:
-        return asyncio.ensure_future(run(threads, [lambda: order.append(name)] * count, load=load))
-
-    def grow() -> asyncio.Future[None]:
-        return asyncio.ensure_future(threads.run(lambda: order.append("grow"), ahead=True))
-
+    order = Order(threads)
     first = asyncio.ensure_future(run(threads, [gate], load=False))
     await begun(gate)
-    jobs: list[asyncio.Future[Any]] = [begin("store", 3, load=False), grow(), grow()]
+    jobs: list[asyncio.Future[Any]]
+    jobs = [order.begin("store", 3), order.begin("store", 3), order.grow(), order.grow()]
     await asyncio.sleep(0)
-    jobs.append(begin("load", 2, load=True))
+    jobs.append(order.begin("load", 2))
     await asyncio.sleep(0)
     gate.opened.set()
     await asyncio.gather(first, *jobs)
-    assert order == ["load"] * 2 + ["grow"] * 2 + ["store"] * 3
+    assert order.told == ["load"] * 2 + ["grow"] * 2 + ["store"] * 6
 
 
 async def test_one_job_wakes_the_loop_once(pool: Pool) -> None:
@@ -329,17 +317,6 @@ async def test_one_job_wakes_the_loop_once(pool: Pool) -> None:
     loop.call_soon_threadsafe = counted  # type: ignore[assignment]
     await run(threads, [lambda: None] * 100, load=True)
     assert len(wake_ups) == 1
-
-
-async def test_the_loop_is_free_while_operations_block(pool: Pool) -> None:
-    gate = Gate()
-    job = asyncio.ensure_future(run(pool(1), [gate], load=True))
-    await begun(gate)
-    for _ in range(100):
-        await asyncio.sleep(0)
-    assert not job.done()
-    gate.opened.set()
-    assert await job == ["through"]
 
 
 async def test_a_cancelled_job_ends_only_when_its_operations_have(pool: Pool) -> None:
@@ -542,25 +519,17 @@ def test_a_lane_whose_threads_cannot_be_started_is_let_go_of_whole(
 
 async def test_under_loads_without_end_others_have_a_turn_now_and_then(pool: Pool) -> None:
     threads, gate = pool(1), Gate()
-    order: list[str] = []
-
-    def begin(name: str, count: int, *, load: bool) -> asyncio.Future[list[Any]]:
-        return asyncio.ensure_future(run(threads, [lambda: order.append(name)] * count, load=load))
-
-    def grow() -> asyncio.Future[None]:
-        return asyncio.ensure_future(threads.run(lambda: order.append("grow"), ahead=True))
-
+    order = Order(threads)
     first = asyncio.ensure_future(run(threads, [gate], load=True))
     await begun(gate)
-    jobs: list[asyncio.Future[Any]]
-    jobs = [begin("load", 1, load=True) for _ in range(3 * LOADS_IN_A_ROW)]
-    jobs += [begin("store", 1, load=False), grow()]
+    jobs: list[asyncio.Future[Any]] = [order.begin("load") for _ in range(3 * LOADS_IN_A_ROW)]
+    jobs += [order.begin("store"), order.grow()]
     await asyncio.sleep(0)
     gate.opened.set()
     await asyncio.gather(first, *jobs)
     # The first load counts, too.
-    assert order.index("grow") == LOADS_IN_A_ROW - 1
-    assert order.index("store") == 2 * LOADS_IN_A_ROW
+    assert order.told.index("grow") == LOADS_IN_A_ROW - 1
+    assert order.told.index("store") == 2 * LOADS_IN_A_ROW
 
 
 async def test_a_segment_is_not_removed_while_it_is_read(

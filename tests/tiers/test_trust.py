@@ -174,6 +174,19 @@ def test_the_group_that_a_user_has_alone_is_that_user(
     assert "may be written by group" in refusal(open_bench, folder)
 
 
+def part_of(cache: Path, part: str) -> Path:
+    """A file or folder of a cache by its name."""
+    lane = lane_of(cache)
+    return {
+        "path": cache,
+        "parent": cache.parent,
+        "namespace": lane.parent,
+        "lane": lane,
+        "namespace.json": lane.parent / "namespace.json",
+        "lock": lane / "lock",
+    }[part]
+
+
 @pytest.mark.usefixtures("as_root")
 @pytest.mark.parametrize("part", ["path", "parent", "namespace", "lane", "namespace.json", "lock"])
 def test_what_belongs_to_another_user_is_refused_by_name(
@@ -181,15 +194,7 @@ def test_what_belongs_to_another_user_is_refused_by_name(
 ) -> None:
     folder = tmp_path / "parent" / "cache"
     open_bench(folder).abandon()
-    lane = lane_of(folder)
-    target = {
-        "path": folder,
-        "parent": folder.parent,
-        "namespace": lane.parent,
-        "lane": lane,
-        "namespace.json": lane.parent / "namespace.json",
-        "lock": lane / "lock",
-    }[part]
+    target = part_of(folder, part)
     os.chown(target, STRANGER, -1)
     message = refusal(open_bench, folder)
     assert str(target) in message
@@ -201,13 +206,7 @@ def test_what_others_may_write_to_is_refused_by_name(
     folder: Path, open_bench: OpenBench, part: str
 ) -> None:
     open_bench().abandon()
-    lane = lane_of(folder)
-    target = {
-        "namespace": lane.parent,
-        "lane": lane,
-        "namespace.json": lane.parent / "namespace.json",
-        "lock": lane / "lock",
-    }[part]
+    target = part_of(folder, part)
     # Sticky is no excuse where nobody else has any business.
     target.chmod(0o1777 if target.is_dir() else 0o666)
     message = refusal(open_bench, folder)
@@ -402,15 +401,6 @@ async def test_a_huge_file_of_nothing_costs_no_chunk_and_no_room(
     bench = open_bench()
     assert await served(bench) == SLOTS
     assert bench.opening.max_segments == 3
-
-
-async def test_foreign_files_larger_than_the_capacity_cost_room_and_never_data(
-    stored: Path, open_bench: OpenBench
-) -> None:
-    (lane_of(stored) / "core.1234").write_bytes(b"x" * 10 * SEGMENT)
-    bench = open_bench()
-    assert await served(bench) == SLOTS
-    assert await bench.tier.grow() == (None, "the capacity is used up")
 
 
 async def test_a_foreign_file_takes_the_room_that_it_has_on_the_disk(
