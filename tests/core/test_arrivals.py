@@ -55,19 +55,6 @@ def test_only_the_leading_keys_that_are_somewhere_are_fetched() -> None:
     assert fetched(rig) == [*"aa", *"bbbb"]
 
 
-def test_queued_requests_lease_at_most_half_of_host_memory() -> None:
-    rig = Rig(rows=16, on=[[*A, *B, *C]])
-    for name, keys in (("a", A), ("b", B), ("c", C)):
-        queue(rig, name, keys)
-    rig.settle()
-    assert fetched(rig) == [*"aaaa", *"bbbb"]
-    # When the first has had its turn, the third is served.
-    assert rig.ask(A, "a") == 4
-    rig.load(A, "a")
-    rig.settle()
-    assert fetched(rig) == [*"aaaa", *"bbbb", *"cccc"]
-
-
 def test_what_is_in_host_memory_already_is_kept_for_a_queued_request() -> None:
     rig = Rig(rows=8, on=[[]])
     rig.put(A)
@@ -107,29 +94,6 @@ def test_the_last_of_the_queued_requests_give_way_to_one_that_is_asked_for() -> 
     rig.step()
     rig.settle()
     assert rig.ask(B, "b") == 4
-
-
-def test_an_abort_ends_the_leases_and_the_fetch() -> None:
-    rig = Rig(rows=16, on=[[*A, *B]])
-    queue(rig, "a", A)
-    queue(rig, "b", B)
-    rig.step()
-    rig.core.on_request_finished("a")
-    rig.core.on_request_finished("b")
-    rig.settle()
-    assert rig.stats.busy_rows == 0
-    assert "b" not in fetched(rig)
-
-
-def test_leases_of_a_request_that_asks_and_loads_nothing_lapse() -> None:
-    rig = Rig(rows=16, on=[A], lease=3.0)
-    queue(rig, "a", A)
-    rig.settle()
-    assert rig.ask(A[:1], "a") == 1
-    rig.step()
-    assert rig.stats.busy_rows == 4
-    rig.wait(3.2)
-    assert rig.stats.busy_rows == 0
 
 
 def test_a_request_that_asks_amid_its_fetch_waits_for_the_rest_of_it() -> None:
@@ -174,17 +138,6 @@ def test_a_store_is_asked_about_the_keys_of_a_queued_request() -> None:
     assert (move.op, move.keys) == (Op.PROMOTE, A[:3])
 
 
-def test_a_reset_forgets_the_queue_and_the_request_goes_on() -> None:
-    rig = Rig(rows=64, on=[A])
-    queue(rig, "a", A)
-    rig.settle()
-    rig.core.reset()
-    rig.settle()
-    assert rig.stats.busy_rows == 0
-    assert rig.ask(A, "a") == 0
-    rig.core.on_request_finished("a")
-
-
 def test_a_request_that_has_asked_is_not_queued_any_more() -> None:
     rig = Rig(rows=64, on=[A])
     assert rig.ask(A, "a") is None
@@ -210,25 +163,6 @@ def test_a_request_whose_turn_comes_without_a_lookup_keeps_its_chunks_only_for_a
     assert rig.stats.busy_rows == 4
     rig.wait(3.2)
     assert rig.stats.busy_rows == 0
-
-
-def test_a_request_that_loads_nothing_keeps_nothing() -> None:
-    rig = Rig(rows=16, on=[A])
-    queue(rig, "a", A)
-    rig.settle()
-    rig.core.on_request_turn("a")
-    rig.core.on_request_decided("a", loads=False)
-    assert rig.stats.busy_rows == 0
-
-
-def test_a_request_that_stores_without_a_lookup_is_not_queued_any_more() -> None:
-    rig = Rig(rows=16, on=[A])
-    queue(rig, "a", A)
-    rig.settle()
-    rig.put(B, "a")
-    rig.settle()
-    assert rig.stats.busy_rows == 0
-    assert not rig.core._arrivals
 
 
 def test_stores_get_rows_of_queued_requests_where_all_others_are_pinned() -> None:

@@ -69,22 +69,6 @@ def test_a_key_of_which_nobody_knows_is_asked_about_and_the_lookup_deferred() ->
     assert rig.ask(KEYS) is None
 
 
-def test_what_the_store_has_comes_and_what_it_does_not_have_is_a_miss() -> None:
-    rig = with_store()
-    assert rig.ask(KEYS) is None
-    rig.step()
-    answer(rig, has=KEYS[:4])
-    rig.step()
-    assert rig.ask(KEYS) is None
-    rig.step()
-    assert rig.promotion.keys == KEYS[:4]
-    rig.end(rig.promotion)
-    rig.step()
-    assert rig.ask(KEYS) == 4
-    assert rig.stats.tiers[0].asked == 6
-    assert rig.stats.tiers[0].found == 4
-
-
 def test_a_miss_of_the_store_costs_no_further_question_while_the_answer_counts() -> None:
     rig = with_store(lasts=60.0)
     assert told(rig, KEYS, has=()) == 0
@@ -224,15 +208,6 @@ def test_an_answer_that_comes_when_the_chunk_was_copied_meanwhile_does_not_undo_
     store = rig.core.tiers[0].store
     assert store is not None
     assert not [key for key in KEYS if key in store.entries and key in store.answers.absent]
-
-
-def test_a_question_without_an_answer_ends_with_the_deadline() -> None:
-    rig = with_store()
-    assert rig.ask(KEYS) is None
-    rig.wait(0.9)
-    assert rig.ask(KEYS) is None
-    rig.wait(0.3)
-    assert rig.ask(KEYS) == 0
 
 
 def test_an_answer_does_not_prolong_the_wait_for_what_it_has_found() -> None:
@@ -424,25 +399,6 @@ def test_a_chunk_that_has_left_the_store_is_a_miss_and_not_asked_about_again() -
 
 
 # -- a reset -------------------------------------------------------------------------------------
-
-
-def test_after_a_reset_nothing_is_asked_before_the_store_is_cleared() -> None:
-    rig = with_store()
-    rig.ask(KEYS, "early")
-    rig.step()
-    (late,) = questions(rig)
-    rig.core.reset()
-    rig.step()
-    rig.moves.remove(late)
-    rig.ended.append(Completion(late.id, [True] * 6))
-    rig.step()
-    assert KEYS[0] not in rig.core.tiers[0].entries
-    rig.step()
-    (clear,) = rig.under_way(Op.CLEAR)
-    assert rig.ask(KEYS) == 0
-    rig.end(clear)
-    rig.step()
-    assert rig.ask(KEYS, "later") is None
 
 
 def test_a_closed_store_is_not_asked() -> None:

@@ -9,20 +9,6 @@ from kvstore.types import Op
 from tests.core.rig import Rig, chain
 
 
-def test_what_is_stored_is_copied_to_every_tier() -> None:
-    rig = Rig(rows=8, on=[(), ()])
-    keys = chain("a", 4)
-    rig.put(keys)
-    moves = rig.step()
-    assert [(move.op, move.tier, move.keys) for move in moves] == [
-        (Op.CASCADE, 0, keys),
-        (Op.CASCADE, 1, keys),
-    ]
-    rig.settle()
-    assert [list(tier.entries) for tier in rig.core.tiers] == [keys[::-1], keys[::-1]]
-    assert rig.core.unsaved == 0
-
-
 def test_a_chain_goes_to_neighbouring_slots_whatever_order_the_server_reports() -> None:
     rig = Rig(rows=8)
     keys = chain("a", 8)
@@ -59,16 +45,6 @@ def test_a_chunk_cannot_leave_while_it_is_copied() -> None:
     rig.put(chain("b", 4))
 
 
-def test_a_chunk_that_waits_for_its_copy_does_not_leave_for_a_store() -> None:
-    rig = Rig(rows=4, in_flight=1)
-    keys = chain("a", 4)
-    rig.put(keys)
-    rig.step()
-    grant = rig.core.prepare_store(chain("b", 1), "w")
-    assert grant is None
-    assert all(rig.in_host(key) for key in keys)
-
-
 def test_a_chunk_that_waits_for_its_copy_leaves_for_a_load() -> None:
     cold = chain("cold", 3)
     rig = Rig(rows=4, on=[cold], in_flight=1)
@@ -103,19 +79,6 @@ def test_a_chunk_that_left_before_its_copy_and_came_back_is_copied_once() -> Non
     assert set(rig.core.tiers[0].entries) == {*cold, *keys}
 
 
-def test_copies_on_their_way_to_a_tier_are_bounded() -> None:
-    rig = Rig(rows=32, in_flight=5)
-    rig.put(chain("a", 32))
-    rig.step()
-    assert sum(len(move.rows) for move in rig.moves) == 5
-    while rig.core.unsaved:
-        rig.step()
-        assert sum(len(move.rows) for move in rig.under_way(Op.CASCADE)) <= 5
-        for move in list(rig.moves):
-            rig.end(move)
-    assert rig.core.unsaved == 0
-
-
 def test_copies_go_on_while_a_tier_is_read_from() -> None:
     cold = chain("cold", 8)
     rig = Rig(rows=16, on=[cold], in_flight=4)
@@ -142,20 +105,6 @@ def test_a_full_tier_evicts_the_end_of_the_oldest_chain() -> None:
     rig.settle()
     assert sorted(rig.core.tiers[0].entries) == sorted([*old[:2], *chain("new", 2)])
     assert rig.stats.tiers[0].evicted == 2
-
-
-def test_a_chunk_that_is_being_read_is_not_evicted_from_its_tier() -> None:
-    read = chain("read", 4)
-    rig = Rig(rows=16, on=[read], segment_slots=4)
-    assert rig.ask(read) is None
-    (promotion,) = rig.step()
-    rig.put(chain("new", 4))
-    rig.step()
-    assert rig.under_way(Op.CASCADE) == []
-    assert set(rig.core.tiers[0].entries) == set(read)
-    rig.end(promotion)
-    rig.settle()
-    assert set(rig.core.tiers[0].entries) == set(chain("new", 4))
 
 
 def test_a_block_that_could_not_be_written_fails_alone_and_its_slot_is_set_aside() -> None:
@@ -335,15 +284,6 @@ def test_only_one_segment_is_asked_for_at_a_time() -> None:
     assert len(rig.under_way(Op.GROW)) == 1
 
 
-def test_a_tier_never_has_more_segments_than_its_capacity() -> None:
-    rig = Rig(rows=32, segment_slots=8, max_segments=2)
-    for wave in range(5):
-        rig.put(chain(f"w{wave}", 20))
-        rig.settle(0.1)
-    assert rig.owned().slots.segments == 2
-    assert len(rig.core.tiers[0].entries) == 16
-
-
 def test_chunks_wait_for_a_segment_that_is_on_its_way_rather_than_evict() -> None:
     old = chain("old", 4)
     rig = Rig(rows=8, on=[old], segment_slots=4, max_segments=2)
@@ -394,19 +334,6 @@ def test_a_tier_that_grew_after_all_evicts_no_more_than_it_must() -> None:
     rig.put(chain("new", 8))
     rig.settle()
     assert set(rig.core.tiers[0].entries) == {*old, *chain("new", 8)}
-
-
-def test_a_segment_that_never_comes_does_not_stop_stores() -> None:
-    rig = Rig(rows=8, on=[chain("old", 4)], segment_slots=4, max_segments=2, deadline=1.0)
-    (grow,) = rig.step()
-    rig.put(chain("a", 8))
-    for _ in range(40):
-        rig.step(0.1)
-        for move in list(rig.moves):
-            if move is not grow:
-                rig.end(move)
-    assert rig.core.unsaved == 0
-    rig.put(chain("b", 8))
 
 
 def test_a_tier_of_one_slot_holds_the_last_chunk_that_was_copied() -> None:

@@ -163,18 +163,6 @@ def test_a_load_and_the_store_behind_it_are_used_as_one_prompt() -> None:
     ]  # fmt: skip
 
 
-def test_a_load_counts_before_the_next_eviction() -> None:
-    rig, old, young = Rig(rows=4, on=()), chain("a", 2), chain("b", 2)
-    rig.put(old, "a")
-    rig.put(young, "b")
-    assert rig.ask(old) == 2
-    rig.load(old)
-    rig.core.complete_load(old, "r")
-    rig.step()
-    rig.put(chain("c", 2), "c")
-    assert [rig.in_host(key) for key in old + young] == [True, True, False, False]
-
-
 def test_requests_that_never_end_are_taken_for_ended_when_there_are_too_many(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -14,32 +14,6 @@ def host_of(rig: Rig, keys: list[bytes]) -> int:
     return sum(map(rig.in_host, keys))
 
 
-def test_what_a_tier_has_leaves_at_once_and_is_found_again() -> None:
-    rig = Rig(rows=8)
-    rig.put([*A, *B])
-    rig.settle()
-    assert rig.core._demotions.begin(A, rig.now) == 4
-    rig.settle()
-    assert (host_of(rig, A), host_of(rig, B)) == (0, 4)
-    assert (rig.stats.demoted, rig.stats.free_rows, rig.stats.evicted) == (4, 4, 0)
-    assert not rig.core._demotions
-    assert rig.resolve(A) == 4
-
-
-def test_what_no_tier_has_is_copied_first() -> None:
-    rig = Rig(rows=8)
-    rig.put(A)
-    assert rig.core._demotions.begin(A, rig.now) == 4
-    rig.step()
-    (copy,) = rig.under_way(Op.CASCADE)
-    rig.step()
-    assert host_of(rig, A) == 4
-    rig.end(copy)
-    rig.settle()
-    assert host_of(rig, A) == 0
-    assert set(A) <= set(rig.core.tiers[0].entries)
-
-
 def test_what_is_still_being_stored_goes_when_it_is_whole_and_copied() -> None:
     rig = Rig(rows=8)
     grant = rig.core.prepare_store(A, "w")
@@ -58,18 +32,6 @@ def test_without_a_tier_nothing_leaves() -> None:
     assert rig.core._demotions.begin(A, rig.now) == 0
     rig.settle()
     assert host_of(rig, A) == 4
-
-
-def test_a_copy_that_fails_keeps_the_chunk() -> None:
-    rig = Rig(rows=8)
-    rig.put(A)
-    rig.core._demotions.begin(A, rig.now)
-    rig.step()
-    (copy,) = rig.under_way(Op.CASCADE)
-    rig.end(copy, failed=A)
-    rig.settle()
-    assert host_of(rig, A) == 4
-    assert not rig.core._demotions
 
 
 def test_a_load_keeps_the_chunk_and_so_does_a_pin() -> None:
@@ -97,18 +59,6 @@ def test_a_prefetch_keeps_what_has_not_left_yet() -> None:
     rig.end(copy)
     rig.settle()
     assert (host_of(rig, A), rig.stats.demoted) == (4, 0)
-
-
-def test_who_was_told_of_a_hit_in_this_step_finds_it() -> None:
-    rig = Rig(rows=8)
-    rig.put(A)
-    rig.settle()
-    assert rig.ask(A) == 4
-    rig.core._demotions.begin(A, rig.now)
-    rig.flush()
-    assert len(rig.load(A)) == 4
-    rig.settle()
-    assert host_of(rig, A) == 4
 
 
 def test_what_is_loaded_at_that_moment_goes_afterwards() -> None:

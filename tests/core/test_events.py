@@ -15,27 +15,6 @@ def follow(rig: Rig, known: dict[str, set[bytes]]) -> None:
             (there.remove if event.removed else there.add)(key)
 
 
-def test_a_chunk_appears_in_host_memory_then_on_its_tier() -> None:
-    rig = Rig()
-    keys = chain("a", 2)
-    rig.put(keys)
-    (event,) = rig.core.take_events()
-    assert (event.keys, event.medium, event.removed) == (keys, "host", False)
-    rig.settle()
-    (event,) = rig.core.take_events()
-    assert (event.keys, event.medium, event.removed) == (keys[::-1], "disk", False)
-    assert rig.core.take_events() == []
-
-
-def test_a_chunk_that_is_still_being_written_is_not_told() -> None:
-    rig = Rig()
-    keys = chain("a", 2)
-    rig.core.prepare_store(keys, "w")
-    assert rig.core.take_events() == []
-    rig.core.complete_store(keys, "w", ok=False)
-    assert rig.core.take_events() == []
-
-
 def test_eviction_and_loss_are_told() -> None:
     keys = chain("a", 3)
     rig = Rig(rows=3, on=[keys], segment_slots=3)
@@ -54,32 +33,6 @@ def test_eviction_and_loss_are_told() -> None:
         ("host", True, 2),
         ("host", False, 3),
     ]
-
-
-def test_what_came_and_went_since_the_last_look_is_told_in_that_order() -> None:
-    rig = Rig(rows=2, on=())
-    known: dict[str, set[bytes]] = {}
-    rig.put(chain("a", 2))
-    rig.step()
-    rig.put(chain("b", 2))
-    rig.step()
-    rig.put(chain("a", 2))
-    rig.step()
-    rig.put(chain("c", 1))
-    follow(rig, known)
-    assert known["host"] == set(rig.core._pool.chunks)
-
-
-def test_a_reset_tells_what_is_gone() -> None:
-    keys = chain("a", 3)
-    rig = Rig(on=[keys])
-    rig.put(keys)
-    known: dict[str, set[bytes]] = {}
-    follow(rig, known)
-    assert known == {"disk": set(keys), "host": set(keys)}
-    rig.core.reset()
-    follow(rig, known)
-    assert known == {"disk": set(), "host": set()}
 
 
 def test_what_was_there_at_the_start_is_told_in_portions_most_recently_used_first() -> None:

@@ -34,28 +34,6 @@ def test_a_key_that_nobody_stored_is_a_miss_at_once() -> None:
     assert rig.stats.misses == 1
 
 
-def test_a_chunk_is_a_hit_only_after_its_store_is_complete() -> None:
-    rig = Rig()
-    (key,) = chain("a", 1)
-    grant = rig.core.prepare_store([key], "w")
-    assert grant is not None
-    assert rig.core.lookup(key, "r") is None
-    rig.core.complete_store([key], "w")
-    rig.step()
-    assert rig.core.lookup(key, "r") is True
-
-
-def test_a_store_that_fails_ends_the_wait_of_who_asked_for_it() -> None:
-    rig = Rig()
-    (key,) = chain("a", 1)
-    rig.core.prepare_store([key], "w")
-    assert rig.ask([key]) is None
-    rig.step()
-    rig.core.complete_store([key], "w", ok=False)
-    rig.step()
-    assert rig.ask([key]) == 0
-
-
 def test_a_prefix_ends_at_its_first_miss() -> None:
     rig = Rig()
     keys = chain("a", 4)
@@ -90,16 +68,6 @@ def test_asking_for_a_long_time_costs_no_more_memory_than_asking_once() -> None:
     assert len(rig.core._lookups._asked) <= 1
 
 
-def test_a_hit_stays_loadable_until_its_step_ends() -> None:
-    rig = Rig(rows=2, on=())
-    keys, others = chain("a", 2), chain("b", 2)
-    rig.put(keys)
-    rig.step()
-    assert rig.ask(keys) == 2
-    assert rig.core.prepare_store(others, "w") is None
-    assert len(rig.load(keys)) == 2
-
-
 def test_a_hit_of_an_earlier_step_may_leave() -> None:
     rig = Rig(rows=2, on=())
     keys, others = chain("a", 2), chain("b", 2)
@@ -108,40 +76,6 @@ def test_a_hit_of_an_earlier_step_may_leave() -> None:
     rig.step()
     rig.put(others)
     assert rig.ask(keys) == 0
-
-
-def test_a_hit_of_the_latest_step_counts_however_the_steps_were_made() -> None:
-    rig = Rig(rows=2, on=())
-    keys, others = chain("a", 2), chain("b", 2)
-    rig.put(keys)
-    assert rig.ask(keys) == 2
-    rig.core.poll(rig.now)
-    assert rig.ask(keys) == 2
-    assert rig.core.prepare_store(others, "w") is None
-    assert len(rig.load(keys)) == 2
-
-
-def test_a_hit_outlives_the_promotions_of_its_step() -> None:
-    cold = chain("cold", 2)
-    rig = Rig(rows=2, on=[cold])
-    hot = chain("hot", 2)
-    rig.put(hot)
-    rig.settle()
-    assert rig.ask(cold, "c") is None
-    assert rig.ask(hot, "h") == 2
-    rig.flush()
-    assert len(rig.load(hot, "h")) == 2
-
-
-def test_loading_what_was_not_a_hit_raises_and_pins_nothing() -> None:
-    rig = Rig()
-    keys = chain("a", 2)
-    rig.put(keys[:1])
-    rig.settle()
-    with pytest.raises(KeyError, match="look it up in the same step"):
-        rig.load(keys)
-    assert rig.core._pool.busy == 0
-    assert "r" not in rig.core._requests
 
 
 def test_a_deferred_request_is_told_to_ask_again_whatever_the_key() -> None:
@@ -257,21 +191,6 @@ def test_a_pool_full_of_chunks_that_wait_for_their_copy_is_not_searched_at_each_
         rig.now += 0.01
         rig.core.poll(rig.now)
     assert policy.asked == 0
-
-
-def test_a_hit_right_after_the_chunk_was_stored_stays_for_the_step() -> None:
-    keys, others = chain("a", 2), chain("b", 2)
-    rig = Rig(rows=2, on=())
-    grant = rig.core.prepare_store(keys, "writer")
-    assert grant is not None
-    assert rig.ask(keys, "reader") is None
-    rig.step()
-    assert rig.ask(keys, "reader") is None, "it waits for the device"
-    rig.core.complete_store(keys, "writer")
-    rig.core.lapse("reader")
-    assert rig.ask(keys, "reader") == 2
-    assert rig.core.prepare_store(others, "greedy") is None, "both have answered hit in this step"
-    assert rig.load(keys, "reader")
 
 
 @pytest.mark.parametrize("leaving", [False, True])

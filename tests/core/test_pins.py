@@ -39,30 +39,6 @@ def alone(rows: int = 8, share: float = 0.5) -> Rig:
     return rig
 
 
-def test_a_pinned_chunk_stays_while_others_come_and_go() -> None:
-    rig = alone()
-    rig.put(A)
-    assert rig.core._pins.begin(A, rig.now + 5.0) == 4
-    for name in "xyz":
-        fill(rig, name, 6)
-        rig.step(1.0)
-    assert host_of(rig, A) == 4
-    assert rig.stats.pinned_rows == 4
-    rig.step(5.0)
-    assert (rig.stats.pinned_rows, rig.stats.pins, rig.stats.busy_rows) == (0, 0, 0)
-    fill(rig, "w", 8)
-    assert host_of(rig, A) == 0
-
-
-def test_a_key_may_be_pinned_before_its_chunk_is_there() -> None:
-    rig = alone()
-    assert rig.core._pins.begin(A, math.inf) == 4
-    rig.put(A)
-    assert rig.stats.pinned_rows == 4
-    fill(rig, "x", 8)
-    assert host_of(rig, A) == 4
-
-
 def test_what_is_fetched_stays_too() -> None:
     rig = Rig(rows=8, on=(A,))
     rig.core._pins.begin(A, math.inf)
@@ -139,17 +115,6 @@ def test_a_pinned_chunk_stays_on_its_tier(policy: str) -> None:
     if policy in ("lru", "arc", "sieve"):
         assert not set(A) & set(tier.entries)
     assert len(tier.index.policy) == len(tier.entries)
-
-
-def test_what_is_copied_to_a_tier_later_is_pinned_there() -> None:
-    rig = Rig(rows=4, on=((),), segment_slots=8)
-    rig.core._pins.begin(A, math.inf, host=False)
-    rig.put(A)
-    rig.settle()
-    for name in "uvwxyz":
-        fill(rig, name, 4)
-    assert set(A) <= set(rig.core.tiers[0].entries)
-    assert host_of(rig, A) == 0
 
 
 def test_a_pinned_chunk_that_is_being_read_is_let_go_of_once_both_have_ended() -> None:

@@ -12,16 +12,6 @@ def host_of(rig: Rig, keys: list[bytes]) -> int:
     return sum(map(rig.in_host, keys))
 
 
-def test_what_is_prefetched_is_there_when_it_is_asked_for() -> None:
-    rig = Rig(rows=16, on=(A,))
-    assert rig.core._prefetches.begin(A) == 8
-    rig.settle()
-    assert (host_of(rig, A), rig.stats.busy_rows, rig.stats.prefetched) == (8, 0, 8)
-    assert rig.ask(A) == 8
-    assert rig.stats.deferrals == rig.stats.misses == 0
-    assert not rig.core._prefetches
-
-
 def test_it_stops_at_the_first_chunk_that_is_nowhere_and_at_half_of_host_memory() -> None:
     rig = Rig(rows=16, on=([*A[:3], *A[4:]],))
     assert rig.core._prefetches.begin(A) == 3

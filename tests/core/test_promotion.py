@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import pytest
-
 from kvstore.core.residency.breaker import Breaker
 from kvstore.types import Op
 from tests.core.rig import Rig, chain
@@ -44,17 +42,6 @@ def test_a_prefix_too_long_for_one_move_comes_in_several_so_that_its_progress_sh
         rig.end(move)
     rig.step()
     assert rig.ask(keys) == 7
-
-
-def test_two_requests_for_one_prefix_share_one_fetch() -> None:
-    keys = chain("a", 4)
-    rig = Rig(on=[keys])
-    assert rig.ask(keys, "r0") is None
-    assert rig.ask(keys, "r1") is None
-    (move,) = rig.step()
-    assert move.keys == keys
-    rig.settle()
-    assert (rig.ask(keys, "r0"), rig.ask(keys, "r1")) == (4, 4)
 
 
 def test_promotions_are_granted_in_the_order_of_asking() -> None:
@@ -136,15 +123,6 @@ def test_requests_each_as_large_as_the_pool_all_get_everything_one_after_the_oth
             rig.end(move)
     assert served == list(prompts)
     assert rig.stats.timeouts == rig.stats.truncations == 0
-
-
-@pytest.mark.parametrize("length", [9, 16, 100])
-def test_a_prefix_larger_than_the_pool_fills_the_pool(length: int) -> None:
-    keys = chain("a", length)
-    rig = Rig(rows=8, on=[keys], segment_slots=128)
-    assert rig.resolve(keys) == 8
-    assert rig.stats.truncations == 1
-    assert len(rig.load(keys[:8])) == 8
 
 
 def test_a_prefix_larger_than_the_pool_keeps_the_part_that_is_there() -> None:
@@ -373,18 +351,6 @@ def test_a_chunk_that_its_tier_lost_while_a_request_waited_ends_its_prefix() -> 
     assert len(rig.core._pool.chunks) == 8, "no room was made for what cannot come"
 
 
-def test_a_failed_block_fails_alone() -> None:
-    keys = chain("a", 6)
-    rig = Rig(on=[keys])
-    assert rig.ask(keys) is None
-    rig.step()
-    rig.end(rig.promotion, failed={keys[3]})
-    rig.step()
-    assert rig.ask(keys) == 3, "the prefix before it is used"
-    assert [rig.in_host(key) for key in keys] == [True, True, True, False, True, True]
-    assert rig.stats.tiers[0].failed_reads == 1
-
-
 def test_a_failed_block_is_forgotten_and_its_slot_used_again() -> None:
     keys = chain("a", 2)
     rig = Rig(on=[keys], segment_slots=2)
@@ -434,82 +400,6 @@ def test_a_store_of_what_is_there_needs_no_rows_and_waits_for_nobody() -> None:
     grant = rig.core.prepare_store(hot, "w")
     assert grant is not None
     assert grant.keys == []
-
-
-def test_what_is_promoted_stays_for_its_request_under_pressure() -> None:
-    keys = chain("a", 4)
-    rig = Rig(rows=8, on=[keys, ()], lease=3.0)
-    rig.resolve(keys)
-    for wave in range(10):
-        rig.put(chain(f"other{wave}", 4))
-        rig.settle()
-    assert rig.ask(keys) == 4
-    assert len(rig.load(keys)) == 4
-
-
-def test_asking_again_renews_the_lease() -> None:
-    keys = chain("a", 4)
-    rig = Rig(rows=8, on=[keys], lease=3.0)
-    rig.resolve(keys)
-    for wave in range(20):
-        assert rig.ask(keys) == 4
-        rig.put(chain(f"other{wave}", 4))
-        rig.settle(0.5)
-    assert rig.stats.lapses == 0
-
-
-def test_a_lease_ends_when_nobody_asks() -> None:
-    keys = chain("a", 8)
-    rig = Rig(rows=8, on=[keys], lease=3.0)
-    rig.resolve(keys)
-    assert rig.core._pool.busy == 8
-    rig.wait(2.8)
-    assert rig.core._pool.busy == 8
-    rig.wait(0.4)
-    assert rig.core._pool.busy == 0
-    assert rig.stats.lapses == 1
-    rig.put(chain("b", 8))
-
-
-def test_a_request_that_is_silent_for_long_is_forgotten() -> None:
-    keys = chain("a", 2)
-    rig = Rig(on=[keys], lease=3.0)
-    rig.resolve(keys)
-    rig.wait(40, each=1.0)
-    assert not rig.core._queue.answered
-    rig.core.on_request_finished("r")
-    assert not rig.core._requests
-
-
-def test_a_lease_ends_when_its_request_finishes() -> None:
-    keys = chain("a", 4)
-    rig = Rig(on=[keys])
-    rig.resolve(keys)
-    rig.core.on_request_finished("r")
-    assert rig.core._pool.busy == 0
-    assert not rig.core._requests
-
-
-def test_a_lease_gives_way_to_the_pins_of_its_load() -> None:
-    keys = chain("a", 8)
-    rig = Rig(rows=8, on=[keys])
-    rig.resolve(keys)
-    rig.load(keys)
-    rig.wait(10)
-    assert rig.core._pool.busy == 8, "a load has no deadline"
-    rig.core.complete_load(keys, "r")
-    assert rig.core._pool.busy == 0
-
-
-def test_a_request_that_leaves_while_its_chunks_are_on_their_way_pins_nothing() -> None:
-    keys = chain("a", 4)
-    rig = Rig(on=[keys])
-    assert rig.ask(keys) is None
-    rig.step()
-    rig.core.on_request_finished("r")
-    rig.settle()
-    assert rig.core._pool.busy == 0
-    assert rig.ask(keys, "later") == 4, "the bytes came, so they are used"
 
 
 def test_the_fastest_tier_that_has_a_chunk_is_asked() -> None:

@@ -20,26 +20,6 @@ def test_after_a_reset_nothing_is_found() -> None:
     assert rig.core._pool.free == 8
 
 
-def test_rows_of_moves_under_way_are_not_given_out_until_those_end() -> None:
-    cold, warm = chain("cold", 3), chain("warm", 2)
-    rig = Rig(rows=8, on=[cold])
-    rig.put(warm)
-    assert rig.ask(cold) is None
-    moves = rig.step()
-    in_use = {row for move in moves for row in move.rows}
-    rig.core.reset()
-    grant = rig.core.prepare_store(chain("new", 8), "w")
-    assert grant is None or not in_use & set(grant.rows)
-    grant = rig.core.prepare_store(chain("new", 8), "w")
-    assert grant is not None
-    assert len(grant.rows) == 8 - len(in_use)
-    assert not in_use & set(grant.rows)
-    rig.core.complete_store(grant.keys, "w")
-    rig.settle()
-    assert rig.core._pool.held == 0
-    assert rig.core._pool.free + len(rig.core._pool.chunks) == 8
-
-
 def test_what_comes_late_is_not_taken_for_what_was_asked_since() -> None:
     keys = chain("a", 3)
     rig = Rig(rows=8, on=[keys])
@@ -101,51 +81,6 @@ def test_a_tier_that_could_not_grow_is_cleared_at_once() -> None:
     rig.core.reset()
     (clear,) = rig.step()
     assert clear.op is Op.CLEAR
-
-
-def test_chunks_that_were_being_read_do_not_stay_protected() -> None:
-    keys = chain("a", 4)
-    rig = Rig(rows=8, on=[keys], segment_slots=4)
-    assert rig.ask(keys) is None
-    rig.step()
-    rig.core.reset()
-    rig.settle()
-    for wave in range(2):
-        rig.put(chain(f"w{wave}", 4), f"w{wave}")
-        rig.settle()
-    assert set(rig.core.tiers[0].entries) == set(chain("w1", 4))
-
-
-def test_a_second_reset_while_the_first_is_under_way() -> None:
-    keys = chain("a", 3)
-    rig = Rig(rows=8, on=[keys])
-    assert rig.ask(keys) is None
-    rig.step()
-    rig.core.reset()
-    rig.core.reset()
-    rig.settle()
-    assert rig.core._pool.free == 8
-    rig.core.reset()
-    (clear,) = rig.step()
-    rig.core.reset()
-    rig.end(clear)
-    rig.settle()
-    assert not rig.core.tiers[0].clearing
-    assert rig.owned().slots.free == 64
-
-
-def test_a_row_read_by_two_moves_is_free_only_when_both_have_ended() -> None:
-    rig = Rig(rows=4, on=[(), ()])
-    rig.put(chain("a", 1))
-    first, second = rig.step()
-    assert first.rows == second.rows
-    rig.core.reset()
-    rig.end(first)
-    rig.step()
-    assert (rig.core._pool.free, rig.core._pool.held) == (3, 1)
-    rig.end(second)
-    rig.step()
-    assert (rig.core._pool.free, rig.core._pool.held) == (4, 0)
 
 
 def test_a_segment_that_is_made_during_a_reset_is_used_afterwards() -> None:
@@ -226,21 +161,6 @@ def test_a_row_that_a_late_load_may_read_is_given_to_nobody_until_that_is_report
     rig.core.complete_load(keys[:1], "s", era)
     assert rig.core._pool.held == 0
     assert rig.stats.stray == 0
-
-
-def test_a_promotion_never_shares_a_row_with_a_late_store() -> None:
-    cold, warm = chain("cold", 4), chain("warm", 4)
-    rig = Rig(rows=8, on=[()])
-    grant = rig.core.prepare_store(warm, "w")
-    assert grant is not None
-    rig.core.reset()
-    rig.settle()
-    rig.core.tiers[0].entries.update({key: slot for slot, key in enumerate(cold)})
-    for key in cold:
-        rig.core.tiers[0].index.policy.insert(key)
-    assert rig.ask(cold) is None
-    rig.step()
-    assert not set(rig.promotion.rows) & set(grant.rows)
 
 
 def test_ends_of_transfers_of_one_key_and_one_request_are_told_apart_by_their_era() -> None:

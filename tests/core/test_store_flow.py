@@ -17,24 +17,6 @@ def test_a_store_is_granted_in_prefix_order_with_a_row_for_each_key() -> None:
     assert grant.evicted == []
 
 
-def test_what_host_memory_has_is_not_stored_again() -> None:
-    rig = Rig(rows=8)
-    keys = chain("a", 5)
-    rig.put(keys[:3])
-    grant = rig.core.prepare_store(keys, "w")
-    assert grant is not None
-    assert grant.keys == keys[3:]
-
-
-def test_what_is_being_stored_is_not_stored_twice() -> None:
-    rig = Rig(rows=8)
-    keys = chain("a", 2)
-    assert rig.core.prepare_store(keys, "w0") is not None
-    again = rig.core.prepare_store(keys, "w1")
-    assert again is not None
-    assert again.keys == []
-
-
 def test_a_store_that_is_offered_again_and_again_counts_as_one_deferred_store() -> None:
     rig = Rig(rows=4)
     assert rig.core.prepare_store(chain("a", 4), "fills") is not None
@@ -46,14 +28,6 @@ def test_a_store_that_is_offered_again_and_again_counts_as_one_deferred_store() 
     rig.settle()
     assert rig.core.prepare_store(chain("b", 2), "waits") is not None
     assert rig.stats.stores_deferred == 1
-
-
-def test_a_key_given_twice_is_stored_once() -> None:
-    rig = Rig(rows=8)
-    keys = chain("a", 2)
-    grant = rig.core.prepare_store([keys[0], keys[1], keys[0]], "w")
-    assert grant is not None
-    assert grant.keys == keys
 
 
 def test_a_store_that_failed_leaves_nothing_behind() -> None:
@@ -99,23 +73,15 @@ def test_a_store_does_not_evict_the_chunks_of_its_own_chain() -> None:
     assert grant.evicted == others
 
 
-def test_a_store_larger_than_the_pool_is_granted_for_its_prefix() -> None:
-    rig = Rig(rows=4, on=())
-    keys = chain("a", 9)
-    grant = rig.core.prepare_store(keys, "w")
-    assert grant is not None
-    assert grant.keys == keys[:4]
-    assert rig.stats.chunks_refused == 5
-
-
-def test_a_store_is_deferred_once_while_room_is_on_its_way_then_gets_what_fits() -> None:
+@pytest.mark.parametrize("stores", ["w", "r"], ids=["another", "the one that loads"])
+def test_a_store_is_deferred_once_while_room_is_on_its_way_then_gets_what_fits(stores: str) -> None:
     rig = Rig(rows=4, on=())
     busy, keys = chain("busy", 2), chain("a", 4)
     rig.put(busy)
-    rig.load(busy)
-    assert rig.core.prepare_store(keys, "w") is None
+    rig.load(busy, "r")
+    assert rig.core.prepare_store(keys, stores) is None
     rig.step()
-    grant = rig.core.prepare_store(keys, "w")
+    grant = rig.core.prepare_store(keys, stores)
     assert grant is not None
     assert grant.keys == keys[:2]
     assert rig.stats.stores_deferred == 1
@@ -195,17 +161,6 @@ def test_a_store_does_not_wait_for_what_its_request_looked_up_and_does_not_load(
     grant = rig.core.prepare_store(keys, "both")
     assert grant is not None
     assert len(grant.keys) > 0
-
-
-def test_a_request_that_loads_is_deferred_like_any_other() -> None:
-    rig = Rig(rows=4, on=())
-    busy = chain("busy", 2)
-    rig.put(busy)
-    rig.load(busy)
-    assert rig.core.prepare_store(chain("a", 4), "r") is None
-    grant = rig.core.prepare_store(chain("a", 4), "r")
-    assert grant is not None
-    assert grant.keys == chain("a", 2)
 
 
 def test_each_request_is_deferred_on_its_own_account() -> None:
