@@ -167,23 +167,6 @@ def test_a_chunk_is_served_while_it_is_copied_and_afterwards() -> None:
     assert all(tier.entries[key] // SLOTS != listing.segment for key in keys)
 
 
-def test_a_chunk_that_left_while_it_was_copied_leaves_its_new_slot_free() -> None:
-    rig = sparse()
-    tier = rig.owned()
-    moves = rig.step(0.1) or rig.step(0.1)
-    its = [(k, s) for k, s in tier.entries.items() if s // SLOTS == moves[0].segment]
-    rig.moves.clear()
-    rig.ended.append(Completion(moves[0].id, [], found=its))
-    rig.step(0.1)
-    rig.step(0.1)
-    (copy,) = rig.moves
-    for key in copy.keys:
-        tier.forget((key,))
-    rig.end(copy)
-    compact(rig)
-    assert tier.slots.free + len(tier.entries) == tier.slots.segments * SLOTS
-
-
 def test_a_failed_copy_ends_it_for_a_while_and_loses_nothing() -> None:
     rig = sparse()
     tier = rig.owned()
@@ -194,19 +177,6 @@ def test_a_failed_copy_ends_it_for_a_while_and_loses_nothing() -> None:
     assert tier.slots.aside == 2, "nobody knows whether they can be written"
     assert tier.slots.free + tier.slots.aside + len(before) == tier.slots.segments * SLOTS
     assert compact(rig, steps=700)[0].op is Op.LIST, "it is tried again later"
-
-
-def test_a_chunk_that_has_rotted_is_forgotten_and_does_not_hold_it_up() -> None:
-    rig = sparse()
-    tier = rig.owned()
-    before = dict(tier.entries)
-    rotten = {key for n in range(4) for key in chain(f"s{n}", 1)}
-    moves = compact(rig, rotten=rotten)
-    assert [move.op for move in moves].count(Op.SHRINK) == 2
-    copied = {key for move in moves for key in move.keys}
-    assert len(copied & rotten) == 2
-    assert set(tier.entries) == set(before) - (copied & rotten)
-    assert tier.slots.free + len(tier.entries) == tier.slots.segments * SLOTS
 
 
 def laid_out(rig: Rig, order: Sequence[bytes], failed: Any = (), rotten: Any = ()) -> Compactor:
@@ -286,33 +256,6 @@ def test_what_lies_in_order_is_not_copied(down: bool) -> None:
         tier.forget((key,))
     compactor = laid_out(rig, order[SLOTS + 3 :])
     assert (compactor.relocated, compactor.removed_segments) == (0, 1)
-
-
-def test_a_layout_that_cannot_copy_loses_nothing_and_ends() -> None:
-    rig = sparse()
-    tier = rig.owned()
-    before = set(tier.entries)
-    laid_out(rig, sorted(before), failed=before)
-    assert set(tier.entries) == before
-    assert tier.slots.free + tier.slots.aside + len(before) == tier.slots.segments * SLOTS
-
-
-def test_it_stops_when_what_was_free_is_needed_again() -> None:
-    rig = sparse(max_segments=4)
-    (listing,) = rig.step(0.1) or rig.step(0.1)
-    tier = rig.owned()
-    victim = listing.segment
-    rig.end(listing)
-    for n in range(3):
-        rig.put(chain(f"new{n}", 8))
-        for move in rig.step(0.1) + list(rig.under_way(Op.CASCADE)):
-            if move in rig.moves:
-                rig.end(move)
-        rig.step(0.1)
-    rig.settle()
-    assert not tier.slots._retired_free
-    assert victim in tier.slots._segments
-    assert tier.slots.free + len(tier.entries) == tier.slots.segments * SLOTS
 
 
 @pytest.mark.parametrize("op", [Op.LIST, Op.RELOCATE, Op.SHRINK])

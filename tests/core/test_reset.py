@@ -20,22 +20,6 @@ def test_after_a_reset_nothing_is_found() -> None:
     assert rig.core._pool.free == 8
 
 
-def test_what_comes_late_is_not_taken_for_what_was_asked_since() -> None:
-    keys = chain("a", 3)
-    rig = Rig(rows=8, on=[keys])
-    assert rig.ask(keys) is None
-    (move,) = rig.step()
-    rig.core.reset()
-    grant = rig.core.prepare_store(keys, "w")
-    assert grant is not None
-    rig.end(move)
-    rig.step()
-    assert rig.ask(keys) is None, "the new store is not complete"
-    rig.core.complete_store(keys, "w")
-    rig.step()
-    assert rig.ask(keys) == 3
-
-
 def test_a_tier_is_cleared_once_nothing_moves_there_and_given_no_slot_before() -> None:
     keys = chain("a", 3)
     rig = Rig(rows=16, on=[keys])
@@ -197,18 +181,6 @@ def test_an_end_that_comes_twice_frees_nothing_twice() -> None:
     rig.core.complete_store(keys, "w", era=0)
     assert rig.stats.stray == 2
     assert rig.core._pool.free == 4
-
-
-def test_who_knows_that_all_transfers_have_ended_frees_their_rows_at_once() -> None:
-    rig = Rig(rows=8)
-    rig.put(chain("a", 2))
-    rig.load(chain("a", 2), "r")
-    assert rig.core.prepare_store(chain("b", 2), "w") is not None
-    rig.core.reset()
-    assert len(rig.core._overtaken) == rig.core._pool.held == 4
-    rig.core.transfers_ended()
-    assert (rig.core._pool.held, rig.core._pool.free) == (0, 8)
-    assert len(rig.core._overtaken) == 0
 
 
 def test_a_row_that_a_load_and_a_copy_to_a_tier_read_is_free_when_both_have_ended() -> None:

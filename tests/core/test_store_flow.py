@@ -30,27 +30,6 @@ def test_a_store_that_is_offered_again_and_again_counts_as_one_deferred_store() 
     assert rig.stats.stores_deferred == 1
 
 
-def test_a_store_that_failed_leaves_nothing_behind() -> None:
-    rig = Rig(rows=8)
-    keys = chain("a", 4)
-    assert rig.core.prepare_store(keys, "w") is not None
-    rig.core.complete_store(keys, "w", ok=False)
-    assert rig.core._pool.free == 8
-    assert rig.ask(keys) == 0
-    rig.settle()
-    assert not rig.core.tiers[0].entries
-
-
-def test_a_store_may_fail_in_part() -> None:
-    rig = Rig(rows=8)
-    keys = chain("a", 4)
-    assert rig.core.prepare_store(keys, "w") is not None
-    rig.core.complete_store(keys[:2], "w")
-    rig.core.complete_store(keys[2:], "w", ok=False)
-    rig.step()
-    assert rig.ask(keys) == 2
-
-
 def test_a_store_evicts_and_says_whom() -> None:
     rig = Rig(rows=4, on=())
     old, new = chain("a", 4), chain("b", 2)
