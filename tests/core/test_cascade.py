@@ -198,15 +198,6 @@ def test_two_bad_slots_of_a_small_tier_do_not_keep_chunks_from_the_others() -> N
     assert set(rig.core.tiers[0].entries) >= {chain(name, 1)[0] for name in "opqrst"}
 
 
-def test_a_reset_gives_what_was_set_aside() -> None:
-    rig = Rig(rows=8, segment_slots=16)
-    put_one_by_one(rig, "ab", {1})
-    assert rig.stats.tiers[0].set_aside == 1
-    rig.core.reset()
-    rig.settle()
-    assert (rig.stats.tiers[0].set_aside, rig.owned().slots.free) == (0, 16)
-
-
 def test_a_failed_write_pauses_the_tier_and_lets_waiting_chunks_go() -> None:
     rig = Rig(rows=8, in_flight=2)
     keys = chain("a", 6)

@@ -172,19 +172,6 @@ def test_a_removal_ends_the_pin() -> None:
     assert rig.stats.pinned_rows == 1, "it was pinned again, for when it comes"
 
 
-def test_a_reset_ends_all_pins() -> None:
-    rig = Rig(rows=8, on=(A,))
-    rig.put(B)
-    rig.core._pins.begin(A, math.inf)
-    rig.core._pins.begin(B, math.inf)
-    rig.core.reset()
-    rig.settle()
-    assert (rig.stats.pins, rig.stats.pinned_rows, rig.stats.tiers[0].pinned) == (0, 0, 0)
-    assert rig.core._pool.free == 8
-    rig.put(C)
-    assert rig.stats.pinned_rows == 0
-
-
 def test_a_key_that_is_pinned_again_and_again_costs_no_memory() -> None:
     rig = alone()
     rig.put(A)

@@ -138,18 +138,6 @@ def test_rows_in_use_are_given_up_when_they_are_free() -> None:
     assert (rig.stats.rows, rig.stats.chunks) == (1, 1)
 
 
-def test_after_a_reset_rows_that_were_given_up_stay_so() -> None:
-    rig = Rig(rows=8, on=())
-    rig.put(A)
-    rig.core.limit_rows(3)
-    rig.settle()
-    rig.core.reset()
-    rig.settle()
-    assert (rig.stats.rows, rig.stats.free_rows) == (3, 3)
-    rig.core.limit_rows(8)
-    assert rig.stats.free_rows == 8
-
-
 @pytest.mark.parametrize(("asked", "given"), [(0, 1), (100, 8)])
 def test_rows_are_at_least_one_and_at_most_what_there_is(asked: int, given: int) -> None:
     rig = Rig(rows=8, on=())
