@@ -96,6 +96,18 @@ def test_the_last_of_the_queued_requests_give_way_to_one_that_is_asked_for() -> 
     assert rig.ask(B, "b") == 4
 
 
+def test_an_abort_ends_the_leases_and_the_fetch() -> None:
+    rig = Rig(rows=16, on=[[*A, *B]])
+    queue(rig, "a", A)
+    queue(rig, "b", B)
+    rig.step()
+    rig.core.on_request_finished("a")
+    rig.core.on_request_finished("b")
+    rig.settle()
+    assert rig.stats.busy_rows == 0
+    assert "b" not in fetched(rig)
+
+
 def test_a_request_that_asks_amid_its_fetch_waits_for_the_rest_of_it() -> None:
     rig = Rig(rows=64, on=[A])
     queue(rig, "a", A)

@@ -44,6 +44,17 @@ def test_a_prefix_too_long_for_one_move_comes_in_several_so_that_its_progress_sh
     assert rig.ask(keys) == 7
 
 
+def test_two_requests_for_one_prefix_share_one_fetch() -> None:
+    keys = chain("a", 4)
+    rig = Rig(on=[keys])
+    assert rig.ask(keys, "r0") is None
+    assert rig.ask(keys, "r1") is None
+    (move,) = rig.step()
+    assert move.keys == keys
+    rig.settle()
+    assert (rig.ask(keys, "r0"), rig.ask(keys, "r1")) == (4, 4)
+
+
 def test_promotions_are_granted_in_the_order_of_asking() -> None:
     chains = [chain(name, 4) for name in "abc"]
     rig = Rig(rows=12, on=[[key for keys in chains for key in keys]])
