@@ -104,7 +104,7 @@ def check_kv_cache(vllm_config: Any, kv_cache_config: Any) -> None:
         )
 
 
-def check_recurrent(config: Any, engine: Engine | None, *, tiers: bool) -> None:
+def check_recurrent(config: Any, engine: Engine | None) -> None:
     """Make sure that states of recurrent layers are stored where they are right, and found again.
 
     Args:
@@ -112,18 +112,29 @@ def check_recurrent(config: Any, engine: Engine | None, *, tiers: bool) -> None:
 
     Raises:
         ConfigError: if prefixes may be matched inside a block: vLLM's own prefix cache was seen to
-            be wrong after such a match, and tiers would keep what came of it for later processes.
+            be wrong after such a match. If states are kept beyond the ends of prompts while steps
+            with guessed tokens are under way: vLLM gives their blocks to others before they are
+            stored.
     """
     if engine is None or not _recurrent(engine.kv_cache_config):
         return
     block = min(int(group.tokens_per_block) for group in config.groups)
     unit = int(config.cache.tokens_per_hash)
-    if tiers and unit < block:
+    if unit < block:
         raise ConfigError(
             f"this model has recurrent layers, and prefixes are matched every {unit} tokens, "
             f"inside blocks of {block}: vLLM was seen to answer wrong after such a match (Granite "
-            "4), and tiers would keep that for later processes. Leave out prefix_match_unit, or "
-            "the tiers"
+            "4), and what came of it would be stored. Leave out prefix_match_unit"
+        )
+    settings = engine.vllm_config
+    kept = settings.cache_config.prefix_cache_retention_interval
+    guesses = settings.speculative_config is not None
+    if kept != 0 and guesses and settings.scheduler_config.async_scheduling:
+        raise ConfigError(
+            "this model has recurrent layers, and with guessed tokens, async scheduling and "
+            f"prefix_cache_retention_interval = {kept} vLLM overwrites states that are still to "
+            "be stored: use prefix_cache_retention_interval = 0, its default, or "
+            "--no-async-scheduling"
         )
     if int(config.cache.blocks_per_chunk) > 1:
         logger.warning(

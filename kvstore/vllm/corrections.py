@@ -107,7 +107,9 @@ class Corrections:
         """Take in that a request has ended: nothing is stored of it beyond what was computed.
 
         Of one that ended with an error nobody knows what was. One that was preempted has no blocks
-        any more, though vLLM's half still has their numbers.
+        any more, though vLLM's half still has their numbers. Nor has it those that a window has
+        left: where `prefix_cache_retention_interval` is None and blocks have several sizes, vLLM
+        goes back to chunks that it had passed over.
         """
         failed = request.status is RequestStatus.FINISHED_ERROR
         if failed:
@@ -119,6 +121,9 @@ class Corrections:
         ):
             chunks = computed // group.tokens_per_chunk
             del state.block_ids[chunks * config.blocks_per_chunk :]
+            if group.sliding_window_size_in_chunks is not None:
+                passed = state.next_stored_chunk_idx * config.blocks_per_chunk
+                state.block_ids[:passed] = [0] * min(passed, len(state.block_ids))
 
     @contextlib.contextmanager
     def reported(self, output: Any) -> Iterator[None]:

@@ -213,7 +213,7 @@ class KVStoreTier(SecondaryTierManager):
         check_windows(spec.config, engine)
         vllm_config = None if engine is None else engine.vllm_config
         check_engine_with_tiers(vllm_config, config.shutdown_timeout_s)
-        check_recurrent(spec.config, engine, tiers=True)
+        check_recurrent(spec.config, engine)
         given = config.identity or {}
         identity = told.naming.whole(layout.identity, spec.config, engine, given)
         for line in siblings(identity, config.tiers[0].paths):

@@ -104,7 +104,7 @@ class KVStoreOffloadingSpec(OffloadingSpec):
 
         vllm_config = None if self.engine is None else self.engine.vllm_config
         check_continues(vllm_config)
-        check_recurrent(self.config, self.engine, tiers=bool(self.store_config.tiers))
+        check_recurrent(self.config, self.engine)
         check_windows(self.config, self.engine)
         if self.store_config.tiers:
             check_engine_with_tiers(vllm_config, self.store_config.shutdown_timeout_s)

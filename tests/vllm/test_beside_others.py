@@ -160,7 +160,7 @@ class Beside(Server):
         return told
 
     def _compute(self, output: Any) -> list[list[int]]:
-        (pages,) = (page.view(torch.int64) for page in self.pages)
+        pages = self.pages.view(torch.int64)
         for name, first, end, blocks in self.partner.loads:
             marks = _marks(list(self.requests[name].all_token_ids))
             for place in range(first, end):

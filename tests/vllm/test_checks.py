@@ -30,23 +30,47 @@ def config_of(unit: int, block: int = 64, blocks_per_chunk: int = 1) -> Any:
     return dataclasses.replace(made, groups=(group,), cache=cache)
 
 
-def test_matches_inside_the_blocks_of_recurrent_layers_are_refused_with_tiers() -> None:
+def recurrent() -> Any:
+    """An engine with recurrent layers, as vLLM configures it."""
     engine = engine_like(kv_cache_config(STATES))
+    settings = engine.vllm_config
+    settings.cache_config = SimpleNamespace(prefix_cache_retention_interval=0)
+    settings.scheduler_config = SimpleNamespace(async_scheduling=True)
+    settings.speculative_config = None
+    return engine
+
+
+def test_matches_inside_the_blocks_of_recurrent_layers_are_refused() -> None:
+    engine = recurrent()
     with pytest.raises(ConfigError, match="every 16 tokens.*blocks of 64.*prefix_match_unit"):
-        check_recurrent(config_of(16), engine, tiers=True)
-    check_recurrent(config_of(16), engine, tiers=False)
-    check_recurrent(config_of(64), engine, tiers=True)
-    check_recurrent(config_of(16), engine_like(), tiers=True)
-    check_recurrent(config_of(16), None, tiers=True)
+        check_recurrent(config_of(16), engine)
+    check_recurrent(config_of(64), engine)
+    check_recurrent(config_of(16), engine_like())
+    check_recurrent(config_of(16), None)
+
+
+def test_states_that_are_overwritten_before_they_are_stored_are_refused() -> None:
+    """By vLLM, which gives away blocks that it has just offered: found by random requests."""
+    engine = recurrent()
+    settings = engine.vllm_config
+    settings.speculative_config = object()
+    check_recurrent(config_of(64), engine)
+    for interval in (None, 64):
+        settings.cache_config.prefix_cache_retention_interval = interval
+        settings.scheduler_config.async_scheduling = False
+        check_recurrent(config_of(64), engine)
+        settings.scheduler_config.async_scheduling = True
+        with pytest.raises(ConfigError, match="prefix_cache_retention_interval = 0"):
+            check_recurrent(config_of(64), engine)
 
 
 def test_chunks_of_several_blocks_are_warned_of(caplog: pytest.LogCaptureFixture) -> None:
-    engine = engine_like(kv_cache_config(STATES))
+    engine = recurrent()
     with caplog.at_level(logging.WARNING, "kvstore"):
-        check_recurrent(config_of(64), engine, tiers=True)
-        check_recurrent(config_of(64, blocks_per_chunk=2), engine_like(), tiers=True)
+        check_recurrent(config_of(64), engine)
+        check_recurrent(config_of(64, blocks_per_chunk=2), engine_like())
         assert caplog.text == ""
-        check_recurrent(config_of(64, blocks_per_chunk=2), engine, tiers=True)
+        check_recurrent(config_of(64, blocks_per_chunk=2), engine)
     assert "blocks_per_chunk = 2" in caplog.text
 
 
@@ -66,7 +90,7 @@ def test_chunks_of_several_blocks_are_refused_where_a_window_may_leave_a_part(
         with pytest.raises(ConfigError, match="has layers with a sliding window"):
             check_windows(several, engine)
     check_windows(several, engine_like())
-    check_windows(several, engine_like(kv_cache_config(STATES)))
+    check_windows(several, recurrent())
     two = dataclasses.replace(several, groups=several.groups * 2)
     with pytest.raises(ConfigError, match="may have layers with a sliding window"):
         check_windows(two, None)

@@ -24,12 +24,19 @@ from vllm.v1.outputs import DraftTokenIds, ModelRunnerOutput
 from vllm.v1.request import RequestStatus
 
 from tests.patience import PATIENCE
-from tests.vllm.whole import BLOCK, Server, _marks
+from tests.vllm.whole import Server, _marks
 
 SEQUENCES, BATCH = 5, 37
 """Most requests and tokens of a step: prompts end amid blocks."""
 
 WRONG = -1
+
+SHAPES: list[dict[str, Any]] = [
+    {"windows": (None,)},
+    {"windows": (None, 10)},
+    {"windows": (None, 10), "sizes": (16, 4), "interval": None},
+]
+"""The KV cache groups of models."""
 
 
 class InFlight(Server):
@@ -43,7 +50,7 @@ class InFlight(Server):
         *,
         ahead: int,
         guesses: int,
-        windows: tuple[int | None, ...],
+        **shape: Any,
     ) -> None:
         self.random, self.ahead, self.guesses = random, ahead, guesses
         self.kind = Scheduler if ahead == 1 else AsyncScheduler
@@ -54,7 +61,7 @@ class InFlight(Server):
         self.computed: dict[str, int] = {}
         self.unanswered: list[list[int]] = []
         self.happened: Counter[str] = Counter()
-        super().__init__(folder, options, windows=windows, blocks=56 * len(windows))
+        super().__init__(folder, options, blocks=56 * len(shape["windows"]), **shape)
 
     def _configure(self, folder: Path, options: dict[str, Any], blocks: int) -> Any:
         config, groups = super()._configure(folder, options, blocks)
@@ -117,7 +124,8 @@ class InFlight(Server):
         right = self.random.randrange(guessed + 1) if end == len(known) else 0
         marks = _marks(chain)
         # What was guessed may lie behind the last block.
-        room = BLOCK * min(map(len, self.scheduler.kv_cache_manager.get_block_ids(name)))
+        tables = self.scheduler.kv_cache_manager.get_block_ids(name)
+        room = min(size * len(its) for size, its in zip(self.sizes, tables, strict=True))
         new = [*marks[begin : end + right], *[WRONG] * (guessed - right)]
         self._attend(name, marks[:begin], new[: room - begin])
         self.computed[name] = end + right
@@ -151,15 +159,15 @@ class InFlight(Server):
 
 
 @pytest.mark.parametrize("seed", range(3))
-@pytest.mark.parametrize("windows", [(None,), (None, 10)], ids=str)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize(("ahead", "guesses"), [(1, 2), (2, 0), (3, 2)])
 def test_no_token_is_wrong_whatever_is_in_flight(
-    tmp_path: Path, ahead: int, guesses: int, windows: tuple[int | None, ...], seed: int
+    tmp_path: Path, ahead: int, guesses: int, shape: dict[str, Any], seed: int
 ) -> None:
-    random = Random(f"{seed} {ahead} {windows}")
+    random = Random(f"{seed} {ahead} {shape['windows']}")
     disk = {"type": "disk", "path": str(tmp_path / "kv"), "capacity_bytes": "64MiB"}
     options = {"host": random.choice(("64KiB", "512KiB")), "tiers": [disk], "recompute_s": 0}
-    server = InFlight(tmp_path, options, random, ahead=ahead, guesses=guesses, windows=windows)
+    server = InFlight(tmp_path, options, random, ahead=ahead, guesses=guesses, **shape)
     bases = [[random.randrange(90) for _ in range(110)] for _ in range(3)]
     try:
         for _ in range(200):
@@ -176,6 +184,7 @@ def test_no_token_is_wrong_whatever_is_in_flight(
             marks = _marks(tokens)
             assert tokens[prompt:] == [mark % 90 for mark in marks[prompt - 1 : -1]], name
         server.settle()
+        server.check_rows()
         scheduler: Any = server.connector.connector_scheduler
         assert not scheduler._jobs
         assert not scheduler._req_status

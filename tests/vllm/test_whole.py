@@ -21,6 +21,9 @@ from kvstore.tiers.disk.format import Geometry
 from kvstore.vllm.version import LOADS_WITHIN_STEPS, VERSION, mediums
 from tests.vllm.whole import BLOCK, PAGE, Server
 
+SHAPE = ("windows", "sizes", "interval", "blocks")
+"""What is not kvstore's of the arguments of a server."""
+
 SEGMENT = Geometry(16, 4096, 4096).file_bytes
 SMALL = {"capacity_bytes": 2 * SEGMENT, "segment_bytes": SEGMENT}
 """A disk for 32 chunks."""
@@ -66,7 +69,8 @@ def open_server(tmp_path: Path) -> Iterator[Any]:
     servers: list[Server] = []
 
     def make(rows: int = 256, tiers: bool = False, **more: Any) -> Server:
-        shape = {"windows": more.pop("windows", (None,)), "blocks": more.pop("blocks", 256)}
+        shape: dict[str, Any] = {"blocks": 256}
+        shape |= {key: more.pop(key) for key in [*more] if key in SHAPE}
         options = {
             "cpu_bytes_to_use": rows * 4096,
             "deadline_s": 20,
@@ -368,13 +372,27 @@ def test_a_part_of_a_chunk_is_never_taken_for_the_whole(
 
     serve(open_server(**shape))
     with pytest.raises(ConfigError, match="blocks_per_chunk = 4, and this model has layers"):
-        open_server(**shape, windows=(None, 10))
+        open_server(**shape, windows=(None, 10), interval=None)
     if VERSION != (0, 32):
         return
     # As vLLM is, it would go wrong; with other releases after other requests.
     monkeypatch.setattr("kvstore.vllm.spec.check_windows", lambda *_: None)
     with pytest.raises(AssertionError, match="reads a wrong token"):
-        serve(open_server(**shape, windows=(None, 10)))
+        serve(open_server(**shape, windows=(None, 10), interval=None))
+
+
+@pytest.mark.parametrize("blocks", range(15, 25))
+def test_a_window_of_smaller_blocks_is_stored_from_no_block_that_is_anothers(
+    open_server: Any, blocks: int
+) -> None:
+    """vLLM goes back to chunks that it had left out, when a request ends."""
+    server = open_server(windows=(None, 10), sizes=(16, 4), interval=None, blocks=blocks)
+    for factor, offset in ((3, 1), (7, 5), (11, 5)):
+        server.add([(factor * place + offset) % 90 for place in range(34)], tokens=8)
+    while server.scheduler.has_requests():
+        server.step()
+    server.settle()
+    server.check_rows()
 
 
 def test_an_error_amid_a_store_below_vllms_own_manager(tmp_path: Path) -> None:

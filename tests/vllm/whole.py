@@ -36,11 +36,17 @@ from vllm.v1.kv_cache_interface import (
     KVCacheGroupSpec,
     SlidingWindowSpec,
 )
-from vllm.v1.kv_offload.base import CanonicalKVCacheRef, CanonicalKVCaches, CanonicalKVCacheTensor
+from vllm.v1.kv_offload.base import (
+    CanonicalKVCacheRef,
+    CanonicalKVCaches,
+    CanonicalKVCacheTensor,
+    make_offload_key,
+)
 from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 from vllm.v1.structured_output import StructuredOutputManager
 
+from kvstore.core.chunk import READY
 from kvstore.vllm.connector import KVStoreConnector
 from kvstore.vllm.engine import WorkerFacts, weights_of
 from kvstore.vllm.version import VERSION
@@ -90,29 +96,35 @@ class Server:
         options: dict[str, Any],
         *,
         windows: tuple[int | None, ...] = (None,),
+        sizes: tuple[int, ...] = (),
+        interval: int | None = 0,
         blocks: int = 256,
     ) -> None:
         """
         Args:
             options: of kvstore, as an operator writes them.
             windows: for each KV cache group its window, or None.
+            sizes: for each the tokens of a block.
+            interval: vLLM's `prefix_cache_retention_interval`.
         """
-        self.windows = windows
+        self.interval = interval
+        self.windows, self.sizes = windows, sizes or (BLOCK,) * len(windows)
         self.told: list[dict[str, Any]] = []
         self.events: list[Any] = []
         config, groups = self._configure(folder, options, blocks)
         init_none_hash(sha256)
-        self._hasher = get_request_block_hasher(BLOCK, sha256)
+        self._hasher = get_request_block_hasher(min(self.sizes), sha256)
         # Workers come first, as in vLLM.
         workers = KVStoreConnector(config, KVConnectorRole.WORKER, groups)
-        self.pages = [torch.zeros((blocks, PAGE), dtype=torch.int8) for _ in windows]
+        # One memory for all groups, as in vLLM: what one gives up another may overwrite.
+        self.pages = torch.zeros((blocks, PAGE), dtype=torch.int8)
         worker = workers.connector_worker
         assert worker is not None
         self.worker = worker
         self.worker.worker = worker.spec.get_worker(
             CanonicalKVCaches(
-                [CanonicalKVCacheTensor(page, PAGE) for page in self.pages],
-                [[CanonicalKVCacheRef(group, PAGE)] for group in range(len(windows))],
+                [CanonicalKVCacheTensor(self.pages, PAGE)],
+                [[CanonicalKVCacheRef(0, PAGE)] for _ in windows],
             )
         )
         self._workers = workers
@@ -120,8 +132,8 @@ class Server:
             config,
             groups,
             StructuredOutputManager(config),
-            block_size=BLOCK,
-            hash_block_size=BLOCK,
+            block_size=max(self.sizes),
+            hash_block_size=min(self.sizes),
         )
         connector = self.ours(self.scheduler)
         assert isinstance(connector, KVStoreConnector)
@@ -167,8 +179,9 @@ class Server:
         model = folder / "model"
         model.mkdir(parents=True, exist_ok=True)
         (model / "config.json").write_text(json.dumps(MODEL))
-        cache = CacheConfig(block_size=BLOCK, enable_prefix_caching=True)
+        cache = CacheConfig(block_size=min(self.sizes), enable_prefix_caching=True)
         cache.num_gpu_blocks = blocks
+        cache.prefix_cache_retention_interval = self.interval
         config = VllmConfig(
             model_config=ModelConfig(
                 model=str(model), skip_tokenizer_init=True, dtype="bfloat16", max_model_len=LONGEST
@@ -193,27 +206,30 @@ class Server:
             ),
         )
         config.scheduler_config.async_scheduling = False
-        sizes: dict[str, Any] = {
-            "block_size": BLOCK,
-            "num_kv_heads": 1,
-            "head_size": 16,
-            "dtype": torch.float32,
-        }
-        groups = [
-            KVCacheGroupSpec(
-                [f"layer-{number}"],
-                FullAttentionSpec(**sizes)
+        groups = []
+        for number, (window, size) in enumerate(zip(self.windows, self.sizes, strict=True)):
+            shape: dict[str, Any] = {
+                "block_size": size,
+                "num_kv_heads": 1,
+                "head_size": PAGE // size // 8,
+                "dtype": torch.float32,
+            }
+            spec = (
+                FullAttentionSpec(**shape)
                 if window is None
-                else SlidingWindowSpec(sliding_window=window, **sizes),
+                else SlidingWindowSpec(sliding_window=window, **shape)
             )
-            for number, window in enumerate(self.windows)
-        ]
+            groups.append(KVCacheGroupSpec([f"layer-{number}"], spec))
         tensors: list[Any] = []
         if VERSION < (0, 30):
             # There these say how large a block is.
             size = blocks * PAGE * len(groups)
             tensors = [SimpleNamespace(size=size, shared_by=[], offset=0, block_stride=0)]
-        return config, KVCacheConfig(blocks, tensors, groups)
+        # As the engine hands it on.
+        interval: dict[str, Any] = {"prefix_cache_retention_interval": self.interval}
+        if VERSION < (0, 30):
+            interval = {}
+        return config, KVCacheConfig(blocks, tensors, groups, **interval)
 
     # -- requests --------------------------------------------------------------------------------
 
@@ -311,15 +327,30 @@ class Server:
     def _attend(self, name: str, before: list[int], new: list[int]) -> None:
         """Write the marks of new tokens of a request; what they attend to has to be right."""
         begin, tables = len(before), self.scheduler.kv_cache_manager.get_block_ids(name)
-        for window, pages, blocks in zip(self.windows, self.pages, tables, strict=True):
-            its = pages.view(torch.int64)
+        its = self.pages.view(torch.int64)
+        for window, size, blocks in zip(self.windows, self.sizes, tables, strict=True):
             first = 0 if window is None else max(0, begin - window + 1)
             for place in range(first, begin):
-                found = int(its[blocks[place // BLOCK], place % BLOCK])
+                found = int(its[blocks[place // size], place % size])
                 right = found == before[place] or name in self.excused
                 assert right, f"{name} reads a wrong token {place} of {begin}"
             for place, mark in enumerate(new, begin):
-                its[blocks[place // BLOCK], place % BLOCK] = mark
+                its[blocks[place // size], place % size] = mark
+
+    def check_rows(self) -> None:
+        """What host memory has of any request has to be right, whether anybody reads it or not."""
+        rows = self.worker.worker._region.array
+        for request in self.requests.values():
+            marks = _marks(list(request.all_token_ids))
+            for group, size in enumerate(self.sizes):
+                step = size // min(self.sizes)
+                for number, name in enumerate(request.block_hashes[step - 1 :: step]):
+                    chunk = self.manager._core.chunks.get(make_offload_key(name, group))
+                    if chunk is not None and chunk.state >= READY:
+                        held = rows[chunk.row][: 8 * size].view("int64").tolist()
+                        assert held == marks[size * number : size * (number + 1)], (
+                            request.request_id
+                        )
 
     def reset(self) -> None:
         """As an operator does it: the device's prefix cache and what is offloaded."""
