@@ -110,15 +110,18 @@ def test_a_removal_takes_its_keys_off_the_list_and_a_reset_takes_all() -> None:
     rig = Rig(rows=32, on=(A,))
     rig.core._prefetches.begin(A)
     rig.core.remove(A[4:])
+    assert not rig.core._prefetches.is_fetching(A[4:])
     rig.settle()
     assert (host_of(rig, A), rig.stats.chunks) == (4, 4)
-    late = Rig(rows=32, on=(A,))
-    late.core._prefetches.begin(A)
-    late.step()
-    late.core.reset()
-    late.settle()
-    assert (late.stats.chunks, late.core._pool.free) == (0, 32)
-    assert not late.core._prefetches
+    for steps in range(2):
+        late = Rig(rows=32, on=(A,))
+        late.core._prefetches.begin(A)
+        for _ in range(steps):
+            late.step()
+        late.core.reset()
+        assert not late.core._prefetches.is_fetching()
+        late.settle()
+        assert (late.stats.chunks, late.core._pool.free) == (0, 32)
 
 
 def test_what_is_planned_comes_when_its_time_has_come() -> None:

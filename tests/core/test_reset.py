@@ -165,8 +165,8 @@ def test_an_end_that_comes_twice_frees_nothing_twice() -> None:
     assert rig.core.prepare_store(keys, "w") is not None
     rig.core.reset()
     rig.core.complete_store(keys, "w", era=0)
-    rig.core.complete_store(keys, "w", era=0)
-    assert rig.stats.stray == 2
+    rig.core.complete_store(keys[:1], "w", era=0)
+    assert rig.stats.stray == 1
     assert rig.core._pool.free == 4
 
 

@@ -100,6 +100,18 @@ def test_a_reset_ends_what_goes_over() -> None:
     assert in_host(rig, B) == 4
 
 
+def test_what_could_not_go_on_goes_on_after_a_reset() -> None:
+    rig = Rig(rows=8, on=())
+    rig.put(A)
+    rig.put(B)
+    rig.load([*A, *B])
+    rig.core.limit_rows(4)
+    rig.settle()
+    assert not rig.core.behind, "all rows are in use"
+    rig.core.reset()
+    assert rig.core.behind
+
+
 def test_rows_are_given_up_and_come_back() -> None:
     rig = Rig(rows=8, on=())
     rig.put(A)
