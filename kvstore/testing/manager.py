@@ -303,8 +303,11 @@ class ManagerContract(ABC):
         assert all(bench.holds(place, key) for key, place in zip(keys, places, strict=True))
         assert bench.load(keys) == 4
         bench.end_load(keys)
-        bench.end_step()
-        assert bench.store(keys_from(1000, self.blocks)), "all of them are free again"
+        stored: list[bytes] = []
+        for number in range(10, 20):
+            bench.end_step()
+            stored = bench.store(keys_from(100 * number, self.blocks))
+        assert len(stored) == self.blocks, "all places are free again"
 
     def test_a_load_that_cannot_be_prepared_holds_nothing(self, bench: ManagerBench) -> None:
         keys = keys_from(0, 4)
