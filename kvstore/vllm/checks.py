@@ -133,8 +133,8 @@ def check_recurrent(config: Any, engine: Engine | None) -> None:
         raise ConfigError(
             "this model has recurrent layers, and with guessed tokens, async scheduling and "
             f"prefix_cache_retention_interval = {kept} vLLM overwrites states that are still to "
-            "be stored: use prefix_cache_retention_interval = 0, its default, or "
-            "--no-async-scheduling"
+            "be stored: use --no-async-scheduling, or prefix_cache_retention_interval = 0, the "
+            "default from vLLM 0.30 on"
         )
     if int(config.cache.blocks_per_chunk) > 1:
         logger.warning(

@@ -52,9 +52,13 @@ class Corrections:
 
         It fails at a second reset before the next step. Where layers have a window it would offer
         all chunks of the requests that go on once more, also those that the window has left, with
-        what others have in these blocks now: such requests store nothing more.
+        what others have in these blocks now: requests that have begun store nothing more.
         """
         half = self._half
+        groups = half.config.kv_group_configs
+        windows = any(group.sliding_window_size_in_chunks is not None for group in groups)
+        states = self._states.values() if windows else ()
+        begun = [each for each in states if each.transfer_jobs or each.req.num_computed_tokens]
         flushing = half._current_batch_jobs_to_flush  # noqa: SLF001
         half._current_batch_jobs_to_flush = set()  # noqa: SLF001
         if not TELLS_OF_FLUSHES:
@@ -63,10 +67,8 @@ class Corrections:
             yield
         finally:
             half._current_batch_jobs_to_flush |= flushing  # noqa: SLF001
-        groups = half.config.kv_group_configs
-        if any(group.sliding_window_size_in_chunks is not None for group in groups):
-            for state in self._states.values():
-                state.max_offload_tokens = 0
+        for state in begun:
+            state.max_offload_tokens = 0
 
     @contextlib.contextmanager
     def scheduled(self, output: Any) -> Iterator[None]:

@@ -286,7 +286,8 @@ class KVStoreOffloadingManager(OffloadingManager):
             self._manager.on_request_queued(Request(name), groups)
 
     def on_request_turn(self, name: str) -> None:
-        """Note that vLLM asks about a request, whether or not it looks anything up."""
+        """Note that vLLM asks about a request, which has no blocks then, nor KV from before."""
+        self._requests[name] = False
         self._manager.on_request_turn(Request(name))
 
     def on_request_decided(self, name: str, *, loads: bool, start: int) -> None:

@@ -27,6 +27,7 @@ at a time:
 from __future__ import annotations
 
 import logging
+from collections import Counter
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from itertools import groupby
@@ -85,6 +86,10 @@ STORE_KEYS = (
 
 OWN_KEYS = (*NAMING_KEYS, "enable_kv_events", "locality")
 """Keys that only a vLLM server has."""
+
+MOST_LOADS = 3
+"""How often a request may load a chunk. vLLM's host memory may give up one part of a prompt for
+another, again and again, while the request waits for both: then it computes them."""
 
 UNALIGNED_IO = ("buffered", "mmap", "portable")
 """I/O backends that move bytes from and to any address."""
@@ -227,6 +232,8 @@ class KVStoreTier(SecondaryTierManager):
         self._events = told.events and bool(spec.kv_events_config.enable_kv_cache_events)
         self._names: dict[int, dict[bytes, OffloadKey]] = {}
         """vLLM's keys of the chunks of each load, by ours."""
+        self._loads: dict[str, Counter[OffloadKey]] = {}
+        """How often each request has loaded its chunks."""
         lora = getattr(vllm_config, "lora_config", None)
         self._adapters = None
         if lora is not None and told.naming.fingerprint:
@@ -253,6 +260,9 @@ class KVStoreTier(SecondaryTierManager):
         if self._engine is not None and not self._engine.flushed:
             # The row that vLLM would give to the chunk may be one that a worker still writes.
             return LookupResult.MISS
+        loads = self._loads.get(req_context.req_id)
+        if loads is not None and loads[key] >= MOST_LOADS:
+            return LookupResult.MISS
         if self._adapters is not None:
             use = self._adapters.use(req_context)
             if use is not None:
@@ -277,6 +287,7 @@ class KVStoreTier(SecondaryTierManager):
 
     def submit_load(self, job_metadata: TransferJob) -> None:
         keys, rows = _in_order(job_metadata)
+        self._loads.setdefault(job_metadata.req_context.req_id, Counter()).update(keys)
         named = self._named(keys, job_metadata.req_context)
         self._names[job_metadata.job_id] = dict(zip(named, keys, strict=True))
         self._runner.load(job_metadata.job_id, named, rows)
@@ -295,6 +306,7 @@ class KVStoreTier(SecondaryTierManager):
         return RequestOffloadingContext()
 
     def on_request_finished(self, req_context: ReqContext) -> None:
+        self._loads.pop(req_context.req_id, None)
         self._runner.finished(req_context.req_id)
 
     def on_schedule_end(self, context: ScheduleEndContext) -> None:
@@ -361,7 +373,7 @@ class KVStoreTier(SecondaryTierManager):
 
 
 def _in_order(job: TransferJob) -> tuple[list[OffloadKey], list[int]]:
-    """Return the keys and rows of a job in the order of the prompt, for each KV cache group.
+    """Return the keys and rows of a job in the order of the prompt.
 
     vLLM takes the keys of a store from a set, and asks for windows from their ends.
     """

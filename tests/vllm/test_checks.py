@@ -60,7 +60,9 @@ def test_states_that_are_overwritten_before_they_are_stored_are_refused() -> Non
         settings.scheduler_config.async_scheduling = False
         check_recurrent(config_of(64), engine)
         settings.scheduler_config.async_scheduling = True
-        with pytest.raises(ConfigError, match="prefix_cache_retention_interval = 0"):
+        with pytest.raises(
+            ConfigError, match="use --no-async-scheduling, or prefix_cache_retention_interval = 0"
+        ):
             check_recurrent(config_of(64), engine)
 
 

@@ -35,14 +35,14 @@ def disk(folder: Path) -> list[dict[str, Any]]:
     return [{"type": "disk", "path": str(folder / "cache"), "capacity_bytes": "300MiB"}]
 
 
-def in_vllms_tiering(folder: Path, **more: Any) -> dict[str, Any]:
+def in_vllms_tiering(folder: Path, rows: int = 256, **more: Any) -> dict[str, Any]:
     """Options of vLLM's own tiering, on the CPU, with kvstore's disk as its second tier."""
     mine = {"type": "KVStoreTier", "module_path": "kvstore.vllm", "path": str(folder / "cache")}
     plain = {"automatic_identity": False, "identity": {"model": "m"}}
     return {
         "spec_name": "HostTieringOffloadingSpec",
         "spec_module_path": "benchmarks.serving.native",
-        "cpu_bytes_to_use": 256 * 4096,
+        "cpu_bytes_to_use": rows * 4096,
         "secondary_tiers": [{**mine, "capacity_bytes": "300MiB", **plain, **more}],
     }
 
@@ -317,6 +317,22 @@ def test_blocks_that_a_window_has_left_are_not_stored_again_after_a_reset(
     server.forget()
     (again,) = server.serve(prompt)
     assert again.cached >= 56, "who comes after a reset stores as ever"
+
+
+@pytest.mark.parametrize("tiering", [False, True])
+@pytest.mark.parametrize("windows", [(None,), (None, 10)])
+def test_who_has_not_begun_at_a_reset_stores_as_ever(
+    open_server: Any, tiering_server: Any, windows: Any, tiering: bool
+) -> None:
+    server = (tiering_server if tiering else open_server)(windows=windows)
+    names = [server.add([(place * 7 + number) % 90 for place in range(66)]) for number in range(12)]
+    server.step()
+    last = server.requests[names[-1]]
+    assert last.num_computed_tokens == 0
+    server.scheduler.reset_connector_cache()
+    server.settle()
+    server.forget()
+    assert server.serve(list(last.prompt_token_ids))[0].cached == 64
 
 
 @pytest.mark.parametrize("windows", [(None,), (10,), (None, 10), (None, 10, 22)])
@@ -597,6 +613,21 @@ def test_no_row_that_a_worker_still_writes_at_a_reset_is_filled_from_disk(
     assert server.requests[name].is_finished()
     server.reset()
     assert server.serve(PROMPTS[0])[0].cached == 64
+
+
+def test_a_request_whose_parts_displace_each_other_computes_them_below_vllms_own_manager(
+    tiering_server: Any,
+) -> None:
+    """vLLM 0.33 loaded one part of its prompt in the place of another, and then that one again."""
+    server = tiering_server(rows=48)
+    name = server.add([place % 90 for place in range(104)], tokens=100)
+    for _ in range(6):
+        server.step()
+    for number in range(6):
+        server.serve([(place * 7 + number + 1) % 90 for place in range(16)])
+    assert server.scheduler.reset_prefix_cache(reset_running_requests=True)
+    server.settle()
+    assert len(server.served[name].tokens) == 100
 
 
 @pytest.mark.parametrize("policy", ["lru", "hit-density"])
