@@ -334,7 +334,7 @@ class KVStoreOffloadingManager(OffloadingManager):
         self._requests = dict.fromkeys(self._requests, True)
         if self._requests:
             logger.info(
-                "a reset: %d requests go on and store no more",
+                "a reset: of %d requests those that have begun store no more",
                 len(self._requests),
                 extra=about("store.reset", requests=len(self._requests)),
             )
