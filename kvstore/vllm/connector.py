@@ -196,6 +196,7 @@ class KVStoreConnector(OffloadingConnector):  # type: ignore[misc]
             raise
 
         self._corrections = Corrections(self._scheduler)
+        self._engine.flushed = self._corrections.flushed
         self._sizes = tuple(
             (group.tokens_per_chunk, group.sliding_window_size_in_chunks)
             for group in self._scheduler.config.kv_group_configs
@@ -332,7 +333,6 @@ class KVStoreConnector(OffloadingConnector):  # type: ignore[misc]
             self._manager.weights_told(report.look, report.weights)
         with self._correct.reported(connector_output):
             super().update_connector_output(connector_output)
-        self._engine.flushed = self._correct.flushed
 
     def reset_cache(self) -> Any:
         paused = has_paused(self._owner)
@@ -341,9 +341,7 @@ class KVStoreConnector(OffloadingConnector):  # type: ignore[misc]
             self._manager.pauses = paused and not self._pause_told
         self._pause_told = paused
         with self._correct.reset():
-            done = super().reset_cache()
-        self._engine.flushed = self._correct.flushed
-        return done
+            return super().reset_cache()
 
     def shutdown(self) -> None:
         # Nothing to release where nothing was opened.

@@ -38,9 +38,8 @@ class Corrections:
         # Transfers that were under way at a reset, with the workers that have not reported them.
         self._unflushed: dict[int, int] = {}
 
-    @property
     def flushed(self) -> bool:
-        """Whether all transfers that were under way at a reset have ended.
+        """Return whether all transfers that were under way at a reset have ended.
 
         From 0.33 on vLLM itself keeps their rows from others.
         """

@@ -12,7 +12,7 @@ import contextlib
 import gc
 import logging
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any
@@ -69,15 +69,15 @@ class Engine:
         vllm_config: the `VllmConfig`. kv_cache_config: the `KVCacheConfig`.
         workers: what each worker has told, by its place; empty until then.
         request: vLLM's `Request` that is being opened.
-        flushed: whether rows that were in use at a reset are not in use any more; always where
-            vLLM keeps them from others itself.
+        flushed: tells whether rows that were in use at a reset are not in use any more; always
+            where vLLM keeps them from others itself.
     """
 
     vllm_config: Any
     kv_cache_config: Any
     workers: Mapping[tuple[int, int], WorkerFacts] = field(default_factory=dict)
     request: Any = None
-    flushed: bool = True
+    flushed: Callable[[], bool] = lambda: True
 
     def opened(self, name: str) -> Any:
         """Return the request that is being opened if it has this name, otherwise None."""

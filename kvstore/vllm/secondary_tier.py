@@ -257,7 +257,7 @@ class KVStoreTier(SecondaryTierManager):
     # -- lookups ---------------------------------------------------------------------------
 
     def lookup(self, key: OffloadKey, req_context: ReqContext) -> LookupResult:
-        if self._engine is not None and not self._engine.flushed:
+        if self._engine is not None and not self._engine.flushed():
             # The row that vLLM would give to the chunk may be one that a worker still writes.
             return LookupResult.MISS
         loads = self._loads.get(req_context.req_id)
