@@ -86,7 +86,6 @@ EXAMPLES: Mapping[str, tuple[str, str]] = {
         "operators.md",
     ),
     "verify": ("kvstore verify /nvme/kv\nkvstore verify /nvme/kv --json", "operators.md"),
-    "stat": ("kvstore stat /nvme/kv", "operators.md"),
     "compact": ("kvstore compact /nvme/kv --dry-run\nkvstore compact /nvme/kv", "operators.md"),
     "purge": (
         "kvstore purge /nvme/kv --unused 7d --dry-run\n"
@@ -240,13 +239,6 @@ def _verify(command: argparse.ArgumentParser) -> None:
     command.set_defaults(run=verify)
 
 
-def _stat(command: argparse.ArgumentParser) -> None:
-    from kvstore.tools.upkeep import run_stat
-
-    _cache(command)
-    command.set_defaults(run=run_stat)
-
-
 def _compact(command: argparse.ArgumentParser) -> None:
     from kvstore.tools.upkeep import run_compact
 
@@ -331,7 +323,6 @@ def _completion(command: argparse.ArgumentParser) -> None:
 COMMANDS: Mapping[str, tuple[Adder, str]] = {
     "inspect": (_inspect, "list namespaces and lanes, and what they hold"),
     "verify": (_verify, "check every payload against its digest"),
-    "stat": (_stat, "show fragmentation: occupancy of segments, extents"),
     "compact": (_compact, "remove sparse segments and put chunks in order"),
     "purge": (_purge, "forget chunks by namespace, age or key"),
     "gc": (_gc, "empty all namespaces of a path but those that were used last"),

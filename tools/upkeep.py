@@ -1,4 +1,4 @@
-"""``kvstore stat``, ``kvstore compact``, ``kvstore purge`` and ``kvstore gc``."""
+"""``kvstore compact``, ``kvstore purge`` and ``kvstore gc``."""
 
 from __future__ import annotations
 
@@ -14,52 +14,19 @@ from kvstore.maintenance.offline import (
     Compaction,
     PurgedLane,
     compact,
-    layouts_of,
     namespaces_to_change,
     not_followed,
     purge,
 )
-from kvstore.maintenance.survey import NamespaceSurvey, SegmentSurvey, survey
+from kvstore.maintenance.survey import NamespaceSurvey, SegmentSurvey
 from kvstore.sizes import format_size
 from kvstore.tools.bundle import parse_age, parse_key
 from kvstore.tools.output import age, asks, confirm, counted, print_json, show_progress
 
-__all__ = ["run_compact", "run_gc", "run_purge", "run_stat"]
+__all__ = ["run_compact", "run_gc", "run_purge"]
 
 AHEAD_MS = 60_000
 """How far the clocks of those who share a cache may be apart."""
-
-
-def run_stat(options: argparse.Namespace) -> int:
-    """Print the layout of every lane; return 1 if there are faults."""
-    namespaces = survey(options.path)
-    found = layouts_of(namespaces)
-    faults = [fault for namespace in namespaces for fault in namespace.faults]
-    if options.json:
-        lanes = [
-            {**dataclasses.asdict(one), "chunks_per_extent": one.layout.chunks_per_extent}
-            for one in found
-        ]
-        report = {"lanes": lanes, "faults": [dataclasses.asdict(fault) for fault in faults]}
-        print_json(report)
-        return 1 if faults else 0
-    for one in found:
-        layout = one.layout
-        print(one.lane)
-        print(
-            f"  {layout.live:,} of {layout.slots:,} slots in "
-            f"{counted(layout.segments, 'segment')}, {format_size(layout.file_bytes)}; "
-            f"{counted(layout.needed, 'segment')} would do"
-        )
-        print(
-            f"  {counted(layout.extents, 'extent')} of neighbours, "
-            f"{layout.chunks_per_extent:.1f} chunks each"
-        )
-        tenths = "  ".join(f"{count}" for count in one.occupancy)
-        print(f"  segments by occupancy, 0-10 % to 90-100 %:  {tenths}")
-    for fault in faults:
-        print(f"WRONG {fault}")
-    return 1 if faults else 0
 
 
 def run_compact(options: argparse.Namespace) -> int:

@@ -37,7 +37,6 @@ from kvstore.tiers.disk.fault import Fault
 from kvstore.tiers.disk.format import RECORD_BYTES
 from kvstore.tiers.disk.index import read_index
 from kvstore.tiers.disk.lane import LOCK_NAME, Lane
-from kvstore.tiers.disk.layout import LaneLayout, lane_layout
 from kvstore.tiers.disk.namespace import read_namespace
 from kvstore.tiers.disk.segment import segment_files
 from kvstore.tiers.disk.trust import Trust, open_folder
@@ -46,32 +45,14 @@ from kvstore.types import check_key
 __all__ = [
     "CompactedLane",
     "Compaction",
-    "Layout",
     "PurgedLane",
     "compact",
-    "layouts",
-    "layouts_of",
     "not_followed",
     "purge",
 ]
 
 PathLike = str | os.PathLike[str]
 _One = TypeVar("_One", bound="_Done")
-
-
-@dataclass(slots=True)
-class Layout:
-    """Layout of one lane, and how full its segments are.
-
-    Attributes:
-        lane: folder of the lane.
-        layout: the order of its chunks.
-        occupancy: number of segments by tenths of their slots in use: ten numbers.
-    """
-
-    lane: str
-    layout: LaneLayout
-    occupancy: list[int]
 
 
 @dataclass(slots=True)
@@ -115,27 +96,6 @@ class PurgedLane(_Done):
     bytes: int = 0
     outdated: int = 0
     faults: list[Fault] = field(default_factory=list)
-
-
-def layouts(path: PathLike) -> list[Layout]:
-    """Return the layout of every lane at `path`; may be called beside a running server."""
-    return layouts_of(survey(path))
-
-
-def layouts_of(found: list[NamespaceSurvey]) -> list[Layout]:
-    """Return the layout of every lane that a survey has found and could list."""
-    result = []
-    for namespace in found:
-        unlisted = {fault.path for fault in namespace.unlisted}
-        for lane in namespace.lanes:
-            if lane.path in unlisted:
-                continue
-            occupancy = [0] * 10
-            for segment in lane.segments:
-                occupancy[min(9, 10 * segment.counted // segment.slots)] += 1
-            layout = lane_layout(Path(lane.path), namespace.digest, namespace.epochs)
-            result.append(Layout(lane.path, layout, occupancy))
-    return result
 
 
 def compact(

@@ -11,7 +11,6 @@ from tests.faults.support import SLOTS, calling
 COMMANDS = [
     ["inspect"],
     ["verify"],
-    ["stat"],
     ["compact", "--dry-run"],
     ["purge", "--all", "--dry-run"],
     ["compact"],

@@ -24,7 +24,7 @@ from kvstore.control.commands import Commands
 from kvstore.core.hints import read_hints
 from kvstore.errors import KVStoreError, TraceError
 from kvstore.maintenance.bundle import export_bundle, import_bundle
-from kvstore.maintenance.offline import layouts, purge
+from kvstore.maintenance.offline import purge
 from kvstore.maintenance.survey import verify
 from kvstore.observe.recording import MAGIC, encode_request
 from kvstore.simulation.trace import read_trace
@@ -82,7 +82,6 @@ class Segment(_Cache):
     def read(self, choices: Choices) -> None:
         self._damage(choices)
         list(verify(self.path))
-        layouts(self.path)
         with kvstore.open_sync(small(self.path, disk=64)) as store:
             there = [key for key in KEYS if store.contains([key])[0]]
             for key, right in zip(there, payloads(there), strict=True):

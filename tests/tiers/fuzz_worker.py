@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from kvstore.errors import KVStoreError
-from kvstore.maintenance.offline import compact, layouts, purge
+from kvstore.maintenance.offline import compact, purge
 from kvstore.maintenance.survey import survey, verify
 from kvstore.testing.bench import key_of, payload_of
 from kvstore.tiers.disk import PeerLanes
@@ -101,7 +101,6 @@ async def follow(path: Path) -> None:
 
 STEPS: dict[str, Callable[[Path], Any]] = {
     "survey": survey,
-    "layouts": layouts,
     "verify": lambda path: list(verify(path)),
     "compact, dry": lambda path: compact(path, dry_run=True),
     "follow": lambda path: asyncio.run(follow(path)),

@@ -21,7 +21,7 @@ import pytest
 
 import kvstore
 from kvstore.errors import ForeignFileError, KVStoreError
-from kvstore.maintenance.offline import compact, layouts, purge
+from kvstore.maintenance.offline import compact, purge
 from kvstore.maintenance.survey import Fault, survey, verify
 from kvstore.tiers.disk.format import ALIGN, RECORD_BYTES
 from kvstore.tiers.disk.index import read_index
@@ -36,7 +36,6 @@ STRANGER = 65534
 READING = [
     ["inspect"],
     ["verify"],
-    ["stat"],
     ["compact", "--dry-run"],
     ["purge", "--all", "--dry-run"],
 ]
@@ -156,7 +155,8 @@ def test_an_empty_condition_is_no_condition_that_all_fulfil(
     for more in ([], ["--namespace", name], ["--all"]):
         assert run("purge", cache, *more, option, "")[0] == 2
     assert wrong(cache) == set()
-    assert sum(one.layout.live for one in layouts(cache)) == 30
+    (its,) = survey(cache)
+    assert sum(segment.counted for lane in its.lanes for segment in lane.segments) == 30
 
 
 def test_a_segment_with_a_second_name_is_not_purged(cache: Path, tmp_path: Path, run: Run) -> None:
@@ -234,7 +234,6 @@ def test_a_lane_of_nothing_but_damaged_segments_is_not_called_empty(cache: Path,
     for arguments in (
         ["compact"],
         ["compact", "--dry-run"],
-        ["stat"],
         ["verify"],
         ["purge", "--all"],
     ):
@@ -408,7 +407,7 @@ def test_no_oddity_in_the_place_of_a_file_ends_a_command_by_a_traceback(
     cache: Path, run: Run, change: Callable[[Path], None], part: str
 ) -> None:
     change(namespace_of(cache) / part)
-    for arguments in (*READING, *CHANGING, ["stat", "--json"], ["inspect", "--json"]):
+    for arguments in (*READING, *CHANGING, ["inspect", "--json"]):
         status, told = run(*arguments, cache)
         assert status in (0, 1, 2)
         assert "Traceback" not in told
@@ -501,7 +500,7 @@ def test_a_namespace_beside_others_that_cannot_be_searched_is_told(cache: Path, 
     for path in [*cache.parents, cache, *cache.glob("cache-*"), *cache.glob("cache-*/**/*")]:
         if not path.is_symlink() and not path.stat().st_mode & 0o001:
             path.chmod(path.stat().st_mode | 0o055)
-    reading = [["inspect"], ["verify"], ["stat"]]
+    reading = [["inspect"], ["verify"]]
     changing = [["compact"], ["purge", "--all"], ["gc", "--yes", "--keep", "2"]]
     commands = [[*arguments, str(cache)] for arguments in (*reading, *changing)]
     done = subprocess.run(
@@ -510,9 +509,8 @@ def test_a_namespace_beside_others_that_cannot_be_searched_is_told(cache: Path, 
     assert done.returncode == 0, done.stderr
     for arguments, (status, told) in zip(commands, json.loads(done.stdout), strict=True):
         assert "lost+found" not in told
-        if arguments[0] != "stat":
-            assert status in (1, 2), (arguments, told)
-            assert "hidden" in told, (arguments, told)
+        assert status in (1, 2), (arguments, told)
+        assert "hidden" in told, (arguments, told)
 
 
 @pytest.mark.parametrize("look", ["inspect", "top"])
@@ -586,13 +584,8 @@ async def test_looking_at_a_cache_in_full_flow_finds_nothing_wrong(tmp_path: Pat
         churning = asyncio.ensure_future(churn())
         try:
             for _ in range(30):
-                for look in (
-                    wrong,
-                    lambda path: {f for n in survey(path) for f in n.faults},
-                    layouts,
-                ):
-                    found = await asyncio.to_thread(look, tmp_path)
-                    assert look is layouts or found == set()
+                for look in (wrong, lambda path: {f for n in survey(path) for f in n.faults}):
+                    assert await asyncio.to_thread(look, tmp_path) == set()
         finally:
             ended = True
             await churning
@@ -625,7 +618,6 @@ def test_the_functions_take_text_and_refuse_what_is_none_by_their_own_error(cach
     assert compact(str(cache))[0].result is not None
     calls: tuple[Callable[[Any], object], ...] = (
         survey,
-        layouts,
         compact,
         purge,
         lambda path: list(verify(path)),

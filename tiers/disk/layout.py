@@ -36,11 +36,6 @@ class LaneLayout:
     extents: int
     needed: int
 
-    @property
-    def chunks_per_extent(self) -> float:
-        """Mean length of a run: how many chunks one read can fetch."""
-        return self.live / self.extents if self.extents else 0.0
-
 
 def layout_of(slots: Sequence[int], segments: int, geometry: Geometry) -> LaneLayout:
     """Return the layout of a lane with `segments` segments and its chunks, in order, in `slots`."""
