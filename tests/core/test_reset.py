@@ -77,18 +77,6 @@ def test_a_segment_that_is_made_during_a_reset_is_used_afterwards() -> None:
     assert rig.owned().slots.free == 8
 
 
-def test_a_request_that_was_about_to_wait_does_not() -> None:
-    keys = chain("a", 3)
-    rig = Rig(rows=8, on=[keys])
-    assert rig.ask(keys) is None
-    rig.core.reset()
-    rig.step()
-    assert rig.stats.waiting == 0
-    assert not rig.core._requests
-    rig.settle()
-    assert rig.core._pool.free == 8
-
-
 def test_the_end_of_a_load_from_before_is_stray() -> None:
     keys = chain("a", 3)
     rig = Rig(rows=8)

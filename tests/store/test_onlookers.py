@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import fcntl
 import gc
 import logging
+import os
 import threading
 from collections.abc import Callable
 
@@ -49,6 +51,40 @@ async def cancelled_reader(store: Store, keys: list[bytes], number: int) -> Read
     with pytest.raises(asyncio.CancelledError):
         await task
     return reader
+
+
+async def test_a_chunk_that_a_call_of_the_system_still_sends_stays_until_it_is_sent(
+    open_store: Open,
+) -> None:
+    """Such a call has the view's own buffer, so that the view cannot be released."""
+    receiver, sender = os.pipe()
+    size = fcntl.fcntl(sender, fcntl.F_SETPIPE_SZ, 4096)
+    os.write(sender, bytes(size))
+    began = threading.Event()
+
+    def send(chunk: memoryview) -> None:
+        began.set()
+        sent = 0
+        while sent < CHUNK:
+            sent += os.write(sender, chunk[sent:] if sent else chunk)
+        os.close(sender)
+
+    async def copy() -> None:
+        async with store.get(A) as chunks:
+            await asyncio.to_thread(send, chunks[1])
+
+    async with open_store(rows=4) as store:
+        await store.put(A, payloads(A))
+        with open(receiver, "rb") as file:
+            task = asyncio.create_task(copy())
+            await asyncio.to_thread(began.wait, PATIENCE)
+            await asyncio.sleep(0.05)
+            task.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await task
+            assert await store.put(B, payloads(B)) == 3
+            assert await asyncio.to_thread(file.read) == bytes(size) + payload(A[1])
+        await until_async(lambda: busy(store) == 0)
 
 
 async def hold(store: Store, keys: list[bytes]) -> np.ndarray:
