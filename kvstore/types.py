@@ -215,7 +215,13 @@ class Changes:
 
 @dataclass(slots=True)
 class Event:
-    """Keys that appeared on (`removed` is False) or left a medium."""
+    """Chunks that appeared on a medium, or left it.
+
+    Attributes:
+        keys: their keys.
+        medium: "host", "disk" or "remote".
+        removed: whether they left.
+    """
 
     keys: list[bytes]
     medium: str

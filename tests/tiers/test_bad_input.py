@@ -198,10 +198,14 @@ def test_a_folder_of_another_user_is_refused(public_folder: Path, child: StartCh
         else:
             say("opened")
     """
-    other = child(code, public_folder, public_folder / "below")
-    for path in (public_folder, public_folder / "below"):
+    hidden = public_folder / "hidden" / "of root"
+    hidden.mkdir(parents=True)
+    hidden.parent.chmod(0o700)
+    where = {public_folder: "", public_folder / "below": "", hidden / "cache": f"{hidden}: "}
+    other = child(code, *where)
+    for path, at in where.items():
         message = other.line()
-        assert message == f"PathUnusableError '{path}' cannot be used: Permission denied"
+        assert message == f"PathUnusableError '{path}' cannot be used: {at}Permission denied"
     assert other.end() == 0
 
 

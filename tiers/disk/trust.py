@@ -128,19 +128,23 @@ def open_folder(path: Path, trust: Trust, *, own: bool, make: bool = False) -> i
 
         def enter(name: str, parent: int | None = None, mode: int = 0) -> int:
             try:
-                fd = os.open(name, _AS_IS, dir_fd=parent)
-            except FileNotFoundError:
-                if not make:
-                    raise
-                with contextlib.suppress(FileExistsError):
-                    os.mkdir(name, mode, dir_fd=parent)
-                    _hand_over_folder(name, parent)
-                fd = os.open(name, _AS_IS, dir_fd=parent)
+                try:
+                    fd = os.open(name, _AS_IS, dir_fd=parent)
+                except FileNotFoundError:
+                    if not make:
+                        raise
+                    with contextlib.suppress(FileExistsError):
+                        os.mkdir(name, mode, dir_fd=parent)
+                        _hand_over_folder(name, parent)
+                    fd = os.open(name, _AS_IS, dir_fd=parent)
+            except OSError as error:
+                error.filename = str(shown / name)
+                raise
             opened.callback(os.close, fd)
             return fd
 
-        steps, links = deque(path.parts[1:]), 0
-        here, shown = enter("/"), Path("/")
+        steps, links, shown = deque(path.parts[1:]), 0, Path("/")
+        here = enter("/")
         _check(here, shown, trust, sticky=True)
         while steps:
             name = steps.popleft()
@@ -197,7 +201,10 @@ def make_folder(folder: Path, trust: Trust, *, own: bool) -> None:
         raise
     except (OSError, ValueError) as error:
         reason = error.strerror if isinstance(error, OSError) else error
-        raise PathUnusableError(f"{str(folder)!r} cannot be used: {reason}") from error
+        # The step at which the way ended may be far above.
+        above = str(error.filename) if isinstance(error, OSError) else ""
+        at = f"{above}: " if above in {*map(str, folder.absolute().parents)} else ""
+        raise PathUnusableError(f"{str(folder)!r} cannot be used: {at}{reason}") from error
 
 
 def hand_over(fd: int, folder: Path) -> None:
