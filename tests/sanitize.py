@@ -1,6 +1,6 @@
 """Run the tests of what is written in C with its address and undefined-behaviour sanitizers on.
 
-    python -m tests.sanitize
+    python -m tests.sanitize [TESTS]
 
 It needs gcc with libasan and libubsan. The modules are built in a copy of the project.
 """
@@ -61,8 +61,8 @@ def main() -> int:
         }
         command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider"]
         command += ["--disable-warnings"]
-        command += ["-m", "not slow", "--timeout", "600", *sys.argv[1:]]
-        return subprocess.run([*command, *TESTS], cwd=folder, env=environment).returncode
+        command += ["-m", "not slow", "--timeout", "600", *(sys.argv[1:] or TESTS)]
+        return subprocess.run(command, cwd=folder, env=environment).returncode
 
 
 if __name__ == "__main__":

@@ -15,7 +15,9 @@ from pathlib import Path
 
 import pytest
 
+from tests.copied import copy_project
 from tests.patience import PATIENCE
+from tests.sanitize import MODULES, build
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -141,3 +143,14 @@ asyncio.run(main())
         cwd=str(tmp_path),
     )
     assert re.search(r"\n +0 +- +1 ", shown), shown
+
+
+def test_what_is_written_in_c_builds_for_the_sanitizers_and_without_a_warning(
+    tmp_path: Path,
+) -> None:
+    """So that `make sanitize`, which takes minutes, can begin."""
+    if shutil.which("gcc") is None:
+        pytest.skip("gcc is not installed")
+    copy_project(tmp_path, compiled=False)
+    build(tmp_path)
+    assert all(list(tmp_path.glob(f"{module}.*.so")) for module in MODULES)

@@ -154,6 +154,7 @@ decode_groups(uint8_t *memory, Py_ssize_t groups, int kind)
 static PyObject *
 encode(PyObject *module, PyObject *args)
 {
+    (void)module;
     Py_buffer source, target;
     int kind;
     if (!PyArg_ParseTuple(args, "y*w*i", &source, &target, &kind))
@@ -186,6 +187,7 @@ encode(PyObject *module, PyObject *args)
 static PyObject *
 decode(PyObject *module, PyObject *args)
 {
+    (void)module;
     Py_buffer memory;
     Py_ssize_t size;
     int kind;
