@@ -86,6 +86,14 @@ def made_of(target: str) -> list[list[str]]:
         check=False,
     )
     assert done.returncode == 0, f"make {target}: {done.stderr}"
+    for path, test in re.findall(r"(tests/[\w/]+(?:\.py)?)(?:::(\w+))?", done.stdout):
+        assert (ROOT / path).exists(), f"make {target}: there is no {path}"
+        assert not test or f"def {test}(" in (ROOT / path).read_text(), f"make {target}: {test}"
+    for path, word in re.findall(r"(tests/\S+\.py) -k (\w+)", done.stdout):
+        chosen = re.search(rf"def test_\w*{word}", (ROOT / path).read_text())
+        assert chosen, f"make {target}: no test of {path} is called {word}"
+    for module in re.findall(r"-m (tests[\w.]*)", done.stdout):
+        assert importlib.util.find_spec(module), f"make {target}: there is no {module}"
     programs = re.findall(r"\S*/python ((?:benchmarks|examples)/\S+\.py.*)", done.stdout)
     return [["python", *line.split()] for line in programs]
 
