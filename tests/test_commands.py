@@ -15,6 +15,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
@@ -169,7 +170,7 @@ async def test_a_command_runs_in_its_smallest_form(words: list[str], tmp_path: P
     source = source_of(name)
     if "__main__" not in source.read_text():
         assert not arguments, f"{name} is no program"
-        run(start, tmp_path)
+        run(start)
         return
     if name in RUN_ELSEWHERE:
         assert source.name in (ROOT / RUN_ELSEWHERE[name]).read_text()
@@ -185,7 +186,7 @@ async def test_a_command_runs_in_its_smallest_form(words: list[str], tmp_path: P
         arguments = [*arguments, "--dry"]
     if "--neighbour" in arguments:
         start, arguments = ["-c", UNDER], [*arguments, "--one"]
-    run([*start, *arguments, *SMALLEST.get(name, [])], tmp_path)
+    run([*start, *arguments, *SMALLEST.get(name, [])])
 
 
 @pytest.mark.parametrize("name", sorted({*RUN_ELSEWHERE, *ONCE}))
@@ -198,7 +199,7 @@ def test_what_is_not_run_with_all_options_has_those_of_the_documents(
     named = [(start, arguments) for start, its, arguments in commands if its == name]
     flags = {flag for _, arguments in named for flag in flags_of(arguments)}
     # What no test runs has to start at least.
-    told = run([*named[0][0], "--help"], tmp_path) if name in SLOW else source_of(name).read_text()
+    told = run([*named[0][0], "--help"]) if name in SLOW else source_of(name).read_text()
     assert [flag for flag in sorted(flags) if flag not in told] == []
 
 
@@ -206,21 +207,23 @@ def test_a_benchmark_that_cannot_be_imported_fails(tmp_path: Path) -> None:
     script = tmp_path / "broken.py"
     script.write_text("from kvstore.types import NoSuchThing\n")
     with pytest.raises(AssertionError, match="ImportError"):
-        run([str(script)], tmp_path)
+        run([str(script)])
 
 
-def run(arguments: list[str], folder: Path) -> str:
+def run(arguments: list[str]) -> str:
     """What a program says; it has to end well."""
-    done = subprocess.run(
-        [sys.executable, *arguments],
-        cwd=ROOT,
-        env={**os.environ, "TMPDIR": str(folder)},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        check=False,
-        timeout=SECONDS,
-    )
+    # Those of pytest have names too long for the sockets that vLLM makes there.
+    with tempfile.TemporaryDirectory(prefix="kvstore-") as scratch:
+        done = subprocess.run(
+            [sys.executable, *arguments],
+            cwd=ROOT,
+            env={**os.environ, "TMPDIR": scratch},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            check=False,
+            timeout=SECONDS,
+        )
     if done.returncode and any(refusal in done.stdout for refusal in REFUSALS):
         pytest.skip(done.stdout.strip().splitlines()[-1])
     assert done.returncode == 0, done.stdout[-4000:]
