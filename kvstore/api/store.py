@@ -643,6 +643,7 @@ class Store:
         """
         await self._driver.until(lambda: not self._core.clearing)
         if self._core.uncleared:
+            self._keep_up()
             raise KVStoreError(
                 f"{', '.join(self._core.uncleared)} cannot be cleared now, which is tried again: "
                 "until then the next process may find what was stored before"
@@ -794,12 +795,15 @@ class Store:
             recorder.add(chains, time.monotonic() - since)
 
     async def _save(self, timeout: float | None) -> bool:
-        """Do as `flush`; also ends when the store has to close at once."""
+        """Do as `flush`; also ends when the store has to close at once.
+
+        A store that closes clears its tiers first, if it was reset.
+        """
         self._core.save()
         self._driver.pump()
         copies = Copies.all(self._core)
         end = None if timeout is None else time.monotonic() + timeout
-        while not copies.ended():
+        while not copies.ended() or (self._driver.closing and self._core.clearing):
             if self._hurry:
                 return False
             if self._driver.engine.stuck:

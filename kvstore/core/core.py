@@ -371,8 +371,9 @@ class Core(CoreSteps):
 
     @property
     def needs_steps(self) -> bool:
-        """Whether compaction or a change goes on only if steps are made."""
-        return any(tier.compactor.rate for tier in self.owned) or self.changing > 0
+        """Whether compaction, a change or a reset goes on only if steps are made."""
+        compacts = any(tier.compactor.rate for tier in self.owned)
+        return compacts or self.changing > 0 or bool(self.uncleared)
 
     @property
     def unrecorded(self) -> bool:

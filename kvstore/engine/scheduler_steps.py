@@ -188,6 +188,13 @@ class Stepper:
         try:
             # Some is left for closing the tiers that do answer.
             self._save(end - min(CLOSE_SECONDS, seconds / 4))
+            if self.core.uncleared:
+                logger.warning(
+                    "%s could not be cleared after a reset: the next process may find what was "
+                    "stored before it",
+                    ", ".join(self.core.uncleared),
+                    extra=about("tier.not_cleared", tiers=self.core.uncleared),
+                )
         except Exception:
             logger.exception(
                 "chunks that were not copied yet are lost", extra=about("store.unsaved")
@@ -207,9 +214,9 @@ class Stepper:
             )
 
     def _save(self, end: float) -> None:
-        """Copy chunks that wait for their tiers, until `end` at most."""
+        """Copy chunks that wait for their tiers, and clear these after a reset, until `end`."""
         self.core.save()
-        while self.core.unsaved and time.monotonic() < end:
+        while (self.core.unsaved or self.core.clearing) and time.monotonic() < end:
             self.begin()
             self.hand_over()
             if not self.core.behind:

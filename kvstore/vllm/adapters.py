@@ -3,24 +3,30 @@
 vLLM's block hashes know an adapter by name and path, and its weights may be others in the next
 process. So kvstore adds a fingerprint of the adapter's files to the keys. vLLM has loaded what
 the files hold when the first request of the adapter comes, as long as they do not change. When
-they do or cannot be read, or a request makes vLLM read them again (`load_inplace`), it is unknown
+they do or cannot be read, or vLLM is made to read them again (`load_inplace`), it is unknown
 which weights a request is computed with: the adapter is in doubt, and its chunks are neither
 looked up nor stored any more.
+
+A request tells that it makes vLLM read them again. A client who has the server do so, while other
+requests of the adapter are computed, reaches no connector: so the executor's call is watched.
 
 Fingerprints are taken by a thread, one after the other in the order of the calls.
 """
 
 from __future__ import annotations
 
+import functools
 import logging
 import time
+import weakref
 from collections import deque
 from collections.abc import Callable, Collection
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from hashlib import blake2b
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+from vllm.v1.executor.abstract import Executor
 from vllm.v1.kv_offload.base import OffloadKey, ReqContext
 
 from kvstore.types import about
@@ -109,13 +115,17 @@ class Adapters:
         known = self._adapters.setdefault(adapter, _Adapter())
         use = Use(request, known, path, now)
         if inplace:
-            known.doubtful = True
-            self._tell(f"adapter {path}: was loaded in place")
+            self.replaced(adapter, path)
         if not known.doubtful:
             use.taken = self._take(path, known.loaded)
             use.waiting = True
             self._arrivals.append(use)
         return use
+
+    def replaced(self, adapter: int, path: str) -> None:
+        """vLLM reads the files of an adapter again, which it may have loaded."""
+        self._adapters.setdefault(adapter, _Adapter()).doubtful = True
+        self._tell(f"adapter {path}: was loaded in place")
 
     def unknown(self, request: str) -> Use:
         """Begin a request whose adapter is not known."""
@@ -179,6 +189,7 @@ class AdapterKeys:
     def __init__(self, settings: str, patience: float) -> None:
         self._reader = ThreadPoolExecutor(1, "kvstore-adapters")
         self._adapters = Adapters(self._take, settings, patience)
+        _watch(self._adapters)
 
     def arrived(self, req_context: ReqContext, engine: Engine | None) -> None:
         """Note that a request has come; `engine` knows it if `KVStoreConnector` opens it."""
@@ -227,6 +238,32 @@ class AdapterKeys:
             failed: Future[Fingerprint] = Future()
             failed.set_exception(error)
             return failed
+
+
+_watching: weakref.WeakSet[Adapters] = weakref.WeakSet()
+
+
+def _watch(adapters: Adapters) -> None:
+    """Tell `adapters` of each adapter that an engine of this process loads in place.
+
+    The engine does so between two steps: what was scheduled before is computed with the weights
+    from before.
+    """
+    _watching.add(adapters)
+    load = Executor.add_lora
+    if hasattr(load, "is_watched"):
+        return
+
+    @functools.wraps(load)
+    def add_lora(executor: Any, lora_request: Any) -> bool:
+        if lora_request.load_inplace:
+            for each in list(_watching):
+                each.replaced(int(lora_request.lora_int_id), str(lora_request.lora_path))
+        loaded: bool = load(executor, lora_request)
+        return loaded
+
+    add_lora.is_watched = True  # type: ignore[attr-defined]
+    Executor.add_lora = add_lora
 
 
 def _named(key: OffloadKey, use: Use, req_context: ReqContext) -> OffloadKey:

@@ -315,11 +315,15 @@ class KVStoreOffloadingManager(OffloadingManager):
         return self._manager.has_pending_work()
 
     def take_events(self) -> Iterable[OffloadingEvent]:
+        # Of a chunk of several blocks the key names the last one alone: vLLM has to remember the
+        # others until a slower tier has given it up, too. That takes some 40 bytes a token.
+        several = int(self._spec.config.cache.blocks_per_chunk) > 1
         return [
             OffloadingEvent(
                 keys=[OffloadKey(key) for key in event.keys],
                 medium=MEDIUM.CPU if event.medium == "host" else MEDIUM.STORAGE,
                 removed=event.removed,
+                removal_expected=several and event.medium != "host",
             )
             for event in self._manager.take_events()
         ]

@@ -80,6 +80,27 @@ def test_copies_to_disk_go_on_while_the_server_is_idle(tmp_path: Path, told: boo
     manager.shutdown()
 
 
+@pytest.mark.parametrize("ends", [False, True], ids=["serves", "ends"])
+def test_a_reset_amid_copies_reaches_the_disk_though_no_step_follows(
+    tmp_path: Path, ends: bool
+) -> None:
+    keys = keys_from(0, 8)
+    leave_on_disk(tmp_path, keys)
+    manager = open_manager(tmp_path, steady=True)
+    who = ReqContext("r")
+    manager.on_new_request(who)
+    store(manager, keys_from(100, 8), who)
+    manager.on_schedule_end()
+    assert manager.stats().tiers[0].writing
+    manager.reset()
+    if not ends:
+        until(lambda: [*tmp_path.glob("*/epoch")], manager.stats)
+    manager.shutdown()
+    again = open_manager(tmp_path)
+    assert answered(lambda: again.lookup(keys)) == 0
+    again.shutdown()
+
+
 def test_uses_are_recorded_while_the_server_is_idle(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -370,10 +370,33 @@ async def test_a_reset_ends_also_when_the_disk_cannot_be_cleared_and_says_so(
         keys = keys_of("a", 2)
         await store.put(keys, payloads(keys))
         await store.flush()
-        monkeypatch.setattr(DiskTier, "clear", answer(None))
-        with pytest.raises(KVStoreError, match="cannot be cleared now"):
-            await asyncio.wait_for(store.reset(), PATIENCE)
-        assert store.lookup_prefix(keys) == 0
+        with monkeypatch.context() as broken:
+            broken.setattr(DiskTier, "clear", answer(None))
+            with pytest.raises(KVStoreError, match="cannot be cleared now"):
+                await asyncio.wait_for(store.reset(), PATIENCE)
+            assert store.lookup_prefix(keys) == 0
+        # It is tried again, although nobody calls anything.
+        await until_async(lambda: not store._core.uncleared)
+
+
+async def test_a_reset_that_was_not_waited_for_is_made_before_the_store_is_closed(
+    open_store: Open, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before, amid = keys_of("before", 4), keys_of("amid", 4)
+    written = DiskTier.write
+
+    async def slow(*arguments: Any) -> Any:
+        await asyncio.sleep(0.3)
+        return await written(*arguments)
+
+    async with open_store(disk=32) as store:
+        await store.put(before, payloads(before), durable=True)
+        monkeypatch.setattr(DiskTier, "write", slow)
+        await store.put(amid, payloads(amid))
+        with pytest.raises(TimeoutError):
+            await store.reset(timeout=0.05)
+    async with open_store(disk=32) as store:
+        assert await store.resolve(before) == 0
 
 
 # -- leases --------------------------------------------------------------------------------

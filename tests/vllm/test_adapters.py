@@ -4,13 +4,20 @@ from __future__ import annotations
 
 import logging
 from concurrent.futures import Future
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, precondition, rule
+from vllm.lora.request import LoRARequest
+from vllm.v1.executor.abstract import Executor
+from vllm.v1.kv_offload.base import ReqContext
 
-from kvstore.vllm.adapters import Adapters, Use
+from kvstore.vllm.adapters import AdapterKeys, Adapters, Use
+from kvstore.vllm.engine import Engine
 from kvstore.vllm.identity.fingerprint import AbsentError, Fingerprint, UnreadableError
+from tests.patience import PATIENCE, until
 
 KEY = bytes(range(32)) + b"\0\0\0\1"
 
@@ -137,6 +144,40 @@ def test_an_adapter_that_was_loaded_in_place_is_in_doubt_from_then_on(
     assert clean(rig.arrive(3))
 
 
+def test_an_adapter_that_the_server_loads_in_place_is_in_doubt_before_its_next_request(
+    tmp_path: Path,
+) -> None:
+    """Of `/v1/load_lora_adapter` no request tells, and requests of the adapter may be under way."""
+    (tmp_path / "adapter_config.json").write_text("{}")
+    (tmp_path / "adapter_model.safetensors").write_text("weights")
+    keys = AdapterKeys("", PATIENCE)
+    workers = SimpleNamespace(collective_rpc=lambda *_, **__: [True])
+
+    def begun(name: str, adapter: int) -> Use:
+        lora = LoRARequest(f"adapter {adapter}", adapter, str(tmp_path))
+        context = ReqContext(req_id=name)
+        opened = SimpleNamespace(request_id=name, lora_request=lora)
+        keys.arrived(context, Engine(None, None, request=opened))
+        use = keys.use(context)
+        assert use is not None
+
+        def settled() -> bool:
+            keys.settle()
+            return clean(use)
+
+        until(settled)
+        return use
+
+    one, other = begun("r1", 1), begun("r2", 2)
+    assert Executor.add_lora(workers, LoRARequest("adapter 1", 1, str(tmp_path)))
+    assert clean(one)
+    again = LoRARequest("adapter 1", 1, str(tmp_path), load_inplace=True)
+    assert Executor.add_lora(workers, again)
+    assert one.doubtful
+    assert clean(other)
+    keys.close()
+
+
 def test_requests_wait_for_their_fingerprint_in_turn(rig: Rig) -> None:
     rig.disk.at_once = False
     one, two = rig.arrive(), rig.arrive()
@@ -206,7 +247,7 @@ def test_a_finished_request_keeps_its_keys_for_what_is_under_way(rig: Rig) -> No
     assert use.key(KEY) == key
 
 
-class Engine(RuleBasedStateMachine):
+class Reloads(RuleBasedStateMachine):
     """vLLM loads, evicts and reloads; whoever is clean was computed with what its keys say.
 
     Files change only while vLLM holds the adapter, or with a reload; what is loaded on
@@ -266,4 +307,4 @@ class Engine(RuleBasedStateMachine):
         self.arrive_and_run(False, unreadable)
 
 
-TestEngine = Engine.TestCase
+TestEngine = Reloads.TestCase

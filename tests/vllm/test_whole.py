@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -12,10 +13,12 @@ import pytest
 
 pytest.importorskip("vllm")
 
+from vllm.distributed.kv_events import BlockStored
 from vllm.v1.core.sched.interface import PauseState
 from vllm.v1.request import RequestStatus
 
 import kvstore
+from kvstore.core.chunk import READY
 from kvstore.errors import ConfigError
 from kvstore.tiers.disk.format import Geometry
 from kvstore.vllm.version import LOADS_WITHIN_STEPS, VERSION, mediums
@@ -261,6 +264,58 @@ def test_what_was_only_on_disk_is_not_told_to_be_in_host_memory(
     known = server.connector.connector_scheduler._events_tracker._pending_event_metadata
     told = {key for key, its in known.items() if (mediums().CPU, None) in its.active_residencies}
     assert told <= held
+
+
+def believed(server: Server) -> dict[str, int]:
+    """How many blocks a router believes on each medium, by the events alone."""
+    counts: dict[str, Counter[Any]] = {"CPU": Counter(), "STORAGE": Counter()}
+    for event in server.events:
+        step = 1 if isinstance(event, BlockStored) else -1
+        counts[event.medium].update(dict.fromkeys(event.block_hashes, step))
+    return {name: sum(count > 0 for count in its.values()) for name, its in counts.items()}
+
+
+@pytest.mark.parametrize("blocks", [1, 2])
+def test_who_follows_the_events_knows_which_blocks_host_memory_and_disk_have(
+    tmp_path: Path, blocks: int
+) -> None:
+    options = {
+        "cpu_bytes_to_use": 16 * 4096,
+        "blocks_per_chunk": blocks,
+        "self_describing_kv_events": True,
+        "tiers": [{**disk(tmp_path)[0], **SMALL}],
+    }
+    server = Server(tmp_path, options)
+    for number in range(20):
+        server.serve([(7 * at + 13 * number) % 90 for at in range(66)])
+    for number in range(3):
+        server.serve([number] * 5)
+        server.settle()
+    core = server.manager._core
+    host = sum(chunk.state >= READY for chunk in core.chunks.values())
+    on_disk = sum(len(tier.index.entries) for tier in core.tiers)
+    assert host
+    assert on_disk == 32, "it is full"
+    assert believed(server) == {"CPU": host * blocks, "STORAGE": on_disk * blocks}
+    server.close()
+
+
+def test_who_follows_the_events_of_vllms_tiering_knows_which_blocks_the_disk_has(
+    tmp_path: Path,
+) -> None:
+    if VERSION < (0, 31):
+        pytest.skip("vLLM's own tiering has another shape")
+    told = {"blocks_per_chunk": 2, "self_describing_kv_events": True}
+    server = Server(
+        tmp_path, {**in_vllms_tiering(tmp_path, rows=16, enable_kv_events=True, **SMALL), **told}
+    )
+    for number in range(20):
+        server.serve([(7 * at + 13 * number) % 90 for at in range(66)])
+        server.settle()
+    (tier,) = server.manager.secondary_tiers
+    assert len(tier._runner._jobs.target.index.entries) == 32, "it is full"
+    assert believed(server)["STORAGE"] == 64
+    server.close()
 
 
 def test_a_budget_is_a_number_that_this_vllm_knows(open_server: Any) -> None:
