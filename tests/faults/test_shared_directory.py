@@ -15,8 +15,7 @@ from kvstore.testing.bench import TierBench, key_of
 from kvstore.tiers.remote.mount import MARK
 from kvstore.tiers.remote.object import ObjectTier
 from kvstore.types import TierPlace
-
-STRANGER = 65534
+from tests.tiers.support import give_away, link_to, open_to_all
 
 PLACE = TierPlace("place", {"model": "tiny"}, 8000)
 
@@ -139,19 +138,6 @@ async def test_a_share_that_others_may_write_to_is_used_no_more(tmp_path: Path) 
     assert await finds(bench, 1)
     assert await stores(bench, 2)
     await bench.close()
-
-
-def give_away(path: Path) -> None:
-    os.chown(path, STRANGER, STRANGER)
-
-
-def open_to_all(path: Path) -> None:
-    path.chmod(0o666)
-
-
-def link_to(path: Path) -> None:
-    path.rename(path.with_name("elsewhere"))
-    path.symlink_to("elsewhere")
 
 
 @pytest.mark.asyncio

@@ -26,6 +26,9 @@ SLOTS = 8
 GEOMETRY = Geometry(SLOTS, SLOT, CHUNK)
 SEGMENT = GEOMETRY.file_bytes
 ROWS = 16
+STRANGER = 65534
+"""Another user."""
+
 NAMESPACE = Namespace.of("tiny", {"model": "tiny", "dtype": "bf16"})
 
 
@@ -184,3 +187,19 @@ class Child:
             if stream is not None:
                 stream.close()
         return status
+
+
+# -- what others may do to a file ------------------------------------------------------------
+
+
+def give_away(path: Path) -> None:
+    os.chown(path, STRANGER, STRANGER)
+
+
+def open_to_all(path: Path) -> None:
+    path.chmod(0o666)
+
+
+def link_to(path: Path) -> None:
+    path.rename(path.with_name("elsewhere"))
+    path.symlink_to("elsewhere")

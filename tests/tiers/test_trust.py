@@ -21,10 +21,9 @@ from kvstore.tiers.disk.tier import DiskTier
 from kvstore.tiers.disk.trust import Trust
 from tests.patience import TOO_LONG
 from tests.tiers.conftest import OpenBench
-from tests.tiers.support import NAMESPACE, SEGMENT, SLOTS, Child, lane_of, segment_of
+from tests.tiers.support import NAMESPACE, SEGMENT, SLOTS, STRANGER, Child, lane_of, segment_of
 
 KEYS = [key_of(n) for n in range(SLOTS)]
-STRANGER = 65534
 
 StartChild = Callable[..., Child]
 

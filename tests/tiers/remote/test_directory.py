@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import errno
 import io
-import itertools
 import os
 import stat
 import threading
@@ -23,11 +22,9 @@ from kvstore.tiers.remote.object import ObjectTier
 from kvstore.tiers.remote.record import RECORD_BYTES
 from kvstore.types import TierPlace
 from tests.patience import PATIENCE, until_async
-
-pytestmark = pytest.mark.asyncio
+from tests.tiers.support import STRANGER, give_away, link_to, open_to_all
 
 PLACE = TierPlace("place", {"model": "tiny"}, 8000)
-STRANGER = 65534
 KEYS = [key_of(number) for number in range(4)]
 
 
@@ -57,6 +54,31 @@ async def found(share: Path, **parameters: Any) -> list[bool]:
     told = await bench.fetch(KEYS, [0] * 4)
     await bench.close()
     return told
+
+
+def hurried(share: Path) -> TierBench:
+    """One whose calls have hardly any time."""
+    bench = opened(share)
+    assert isinstance(bench.tier, ObjectTier)
+    bench.tier._timeout = 0.05
+    return bench
+
+
+def late(patch: pytest.MonkeyPatch, method: str) -> tuple[threading.Event, list[str]]:
+    """Let a method of the client wait for the event; the list has an entry for each call."""
+    goes_on, calls, real = threading.Event(), list[str](), getattr(DirectoryClient, method)
+
+    def waits(self: DirectoryClient, *about: Any) -> Any:
+        calls.append(method)
+        goes_on.wait(PATIENCE)
+        return real(self, *about)
+
+    patch.setattr(DirectoryClient, method, waits)
+    return goes_on, calls
+
+
+def threads() -> int:
+    return sum(each.name == "kvstore-client" for each in threading.enumerate())
 
 
 def value_of(share: Path, key: bytes) -> Path:
@@ -107,19 +129,6 @@ async def test_a_folder_that_others_may_write_to_is_refused_by_name_at_opening(
     folder.chmod(0o777)
     assert f"{folder} may be written by every user (mode 0777)" in refusal(share)
     assert await found(share, strict_modes=False) == [True] * 4
-
-
-def give_away(path: Path) -> None:
-    os.chown(path, STRANGER, STRANGER)
-
-
-def open_to_all(path: Path) -> None:
-    path.chmod(0o666)
-
-
-def link_to(path: Path) -> None:
-    path.rename(path.with_name("elsewhere"))
-    path.symlink_to("elsewhere")
 
 
 @pytest.mark.usefixtures("as_root")
@@ -175,20 +184,12 @@ async def test_values_are_spread_over_folders(share: Path) -> None:
 async def test_a_read_that_was_given_up_writes_to_no_row_after_it_has_ended(
     share: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    goes_on, read = threading.Event(), DirectoryClient._read
-
-    def late(self: DirectoryClient, *about: Any) -> bytes | str:
-        goes_on.wait(PATIENCE)
-        return read(self, *about)
-
     await stored(share)
-    monkeypatch.setattr(DirectoryClient, "_read", late)
-    bench = opened(share)
-    assert isinstance(bench.tier, ObjectTier)
-    bench.tier._timeout = 0.05
+    goes_on, _ = late(monkeypatch, "_read")
+    bench = hurried(share)
     assert await bench.fetch(KEYS, [0] * 4) == [False] * 4
     goes_on.set()
-    await until_async(lambda: not [t for t in threading.enumerate() if t.name == "kvstore-client"])
+    await until_async(lambda: not threads())
     assert all(bench.is_smeared(row) for row in range(4))
     await bench.close()
 
@@ -197,22 +198,12 @@ async def test_a_write_that_was_given_up_is_not_there_afterwards(
     share: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It was told as failed, and its key may have been removed since."""
-    goes_on, has = threading.Event(), DirectoryClient._has
-
-    def late(self: DirectoryClient, *about: Any) -> bool:
-        goes_on.wait(PATIENCE)
-        return has(self, *about)
-
     with monkeypatch.context() as patched:
-        patched.setattr(DirectoryClient, "_has", late)
-        bench = opened(share)
-        assert isinstance(bench.tier, ObjectTier)
-        bench.tier._timeout = 0.05
+        goes_on, _ = late(patched, "_has")
+        bench = hurried(share)
         assert (await bench.store(KEYS, [0] * 4)).ok == [False] * 4
         goes_on.set()
-        await until_async(
-            lambda: not [t for t in threading.enumerate() if t.name == "kvstore-client"]
-        )
+        await until_async(lambda: not threads())
         await bench.close()
     assert not [path for path in share.rglob("*") if path.is_file() and path.parent.name != "share"
                 and len(path.name) > 12]  # fmt: skip
@@ -222,23 +213,16 @@ async def test_a_write_that_was_given_up_is_not_there_afterwards(
 async def test_a_call_that_was_given_up_reads_no_more(
     share: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    goes_on, read, count = threading.Event(), DirectoryClient._read, itertools.count()
-
-    def late(self: DirectoryClient, *about: Any) -> bytes | str:
-        next(count)
-        goes_on.wait(PATIENCE)
-        return read(self, *about)
-
     bench = opened(share)
     keys = [key_of(number) for number in range(16)]
     assert all((await bench.store(keys, [0] * 16)).ok)
-    monkeypatch.setattr(DirectoryClient, "_read", late)
-    assert isinstance(bench.tier, ObjectTier)
-    bench.tier._timeout = 0.05
+    await bench.close()
+    goes_on, calls = late(monkeypatch, "_read")
+    bench = hurried(share)
     assert await bench.fetch(keys, [0] * 16) == [False] * 16
     goes_on.set()
-    await until_async(lambda: not [t for t in threading.enumerate() if t.name == "kvstore-client"])
-    assert next(count) <= THREADS
+    await until_async(lambda: not threads())
+    assert 0 < len(calls) <= THREADS
     await bench.close()
 
 
@@ -272,23 +256,12 @@ async def test_a_directory_that_hangs_keeps_a_bounded_number_of_threads(
     share: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As an NFS server that answers from caches and reads nothing any more."""
-
-    def threads() -> int:
-        return sum(each.name == "kvstore-client" for each in threading.enumerate())
-
-    goes_on, read = threading.Event(), DirectoryClient._read
-
-    def late(self: DirectoryClient, *about: Any) -> bytes | str:
-        goes_on.wait(PATIENCE)
-        return read(self, *about)
-
     await stored(share)
-    bench = opened(share)
+    bench = hurried(share)
     assert isinstance(bench.tier, ObjectTier)
-    bench.tier._timeout = 0.05
     errors: set[str] = set()
     with monkeypatch.context() as patched:
-        patched.setattr(DirectoryClient, "_read", late)
+        goes_on, _ = late(patched, "_read")
         for _ in range(3 * MOST_LEFT // len(KEYS)):
             done = await bench.tier.read(KEYS, [0] * 4, range(4))
             assert (done.ok, list(done.unread)) == ([False] * 4, [0, 1, 2, 3])

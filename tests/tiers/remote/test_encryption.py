@@ -1,110 +1,44 @@
-"""Encrypted values of a store: how much memory they take on their way."""
+"""Encrypted values of a store: what opens them, and how much memory they take on their way."""
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
 from pathlib import Path
-from typing import ClassVar
+from random import Random
+from typing import Any
 
 import pytest
 
 from kvstore.testing.bench import TierBench, key_of
+from kvstore.tiers.keys import KeyRing
 from kvstore.tiers.remote.client import StoreClient
-from kvstore.tiers.remote.tier import StoreTier
+from kvstore.tiers.remote.record import RECORD_BYTES
 from kvstore.types import TierPlace
 from tests.tiers.support import some_keys
-
-pytestmark = pytest.mark.asyncio
-
-
-class SlowClient:
-    """Takes a moment for each call."""
-
-    async def exists(self, names: Sequence[str]) -> list[bool]:
-        return [False] * len(names)
-
-    async def put(
-        self,
-        names: Sequence[str],
-        records: Sequence[bytes],
-        payloads: Sequence[memoryview],
-        *,
-        replace: bool = False,
-    ) -> list[str | None]:
-        before = [bytes(payload) for payload in payloads]
-        await asyncio.sleep(0.005)
-        assert before == [bytes(payload) for payload in payloads], "its memory was used by others"
-        return [None] * len(names)
-
-    async def get(
-        self, names: Sequence[str], payloads: Sequence[memoryview]
-    ) -> list[bytes | str | None]:
-        return [None] * len(names)
-
-    async def remove(self, names: Sequence[str]) -> None:
-        pass
-
-    async def close(self) -> None:
-        pass
+from tests.world.share import SERVERS, ShareClient, ShareServer, ShareTier
 
 
-class Values(SlowClient):
+@pytest.fixture(autouse=True)
+def server(monkeypatch: pytest.MonkeyPatch) -> ShareServer:
     """A store in memory."""
-
-    def __init__(self, values: dict[str, tuple[bytes, bytes]]) -> None:
-        self._values = values
-
-    async def exists(self, names: Sequence[str]) -> list[bool]:
-        return [name in self._values for name in names]
-
-    async def put(
-        self,
-        names: Sequence[str],
-        records: Sequence[bytes],
-        payloads: Sequence[memoryview],
-        *,
-        replace: bool = False,
-    ) -> list[str | None]:
-        for name, record, payload in zip(names, records, payloads, strict=True):
-            if replace or name not in self._values:
-                self._values[name] = record, bytes(payload)
-        return [None] * len(names)
-
-    async def get(
-        self, names: Sequence[str], payloads: Sequence[memoryview]
-    ) -> list[bytes | str | None]:
-        records: list[bytes | str | None] = []
-        for name, payload in zip(names, payloads, strict=True):
-            record, payload[:] = self._values[name]
-            records.append(record)
-        return records
+    monkeypatch.setitem(SERVERS, "share", ShareServer(Random(0)))
+    return SERVERS["share"]
 
 
-class MemoryTier(StoreTier):
-    values: ClassVar[dict[str, tuple[bytes, bytes]]] = {}
-
-    @property
-    def address(self) -> str:
-        return "memory"
-
-    def connect(self) -> StoreClient:
-        return Values(self.values)
+def bench_of(ring: KeyRing) -> TierBench:
+    return TierBench(ShareTier(TierPlace("n", {}, 8000, ring), timeout_s=9.0), 4, 8192, 8000)
 
 
 async def test_a_key_that_comes_later_opens_what_was_closed_before(tmp_path: Path) -> None:
     """Of two hosts one hears of a new key first."""
-    MemoryTier.values.clear()
     rings = []
     for name in ("one", "other"):
         (tmp_path / name).mkdir()
         (tmp_path / name / "keys.toml").write_text(f"'*' = ['{'22' * 32}']")
         (tmp_path / name / "keys.toml").chmod(0o600)
         rings.append(some_keys(tmp_path / name))
-    one, other = (
-        TierBench(MemoryTier(TierPlace("n", {}, 8000, ring), timeout_s=9.0), 4, 8192, 8000)
-        for ring in rings
-    )
+    one, other = map(bench_of, rings)
     try:
         key = key_of(1)
         for name, ring, bench in (("one", rings[0], one), ("other", rings[1], other)):
@@ -121,16 +55,16 @@ async def test_a_key_that_comes_later_opens_what_was_closed_before(tmp_path: Pat
         await other.close()
 
 
-async def test_a_damaged_value_is_replaced_also_after_keys_have_changed(tmp_path: Path) -> None:
+async def test_a_damaged_value_is_replaced_also_after_keys_have_changed(
+    tmp_path: Path, server: ShareServer
+) -> None:
     """Other keys make no damaged value a valid one. Found by the simulated world, seed 925."""
-    MemoryTier.values.clear()
     ring = some_keys(tmp_path)
-    bench = TierBench(MemoryTier(TierPlace("n", {}, 8000, ring), timeout_s=9.0), 4, 8192, 8000)
-    key = key_of(1)
+    bench, key = bench_of(ring), key_of(1)
     try:
         assert (await bench.store([key], [0])).ok == [True]
-        ((name, (record, payload)),) = MemoryTier.values.items()
-        MemoryTier.values[name] = record, bytes(len(payload))
+        ((name, (value, since)),) = server.values.items()
+        server.values[name] = value[:RECORD_BYTES].ljust(len(value), b"\0"), since
         assert await bench.fetch([key], [0]) == [False]
         ring.changes += 1
         assert (await bench.tier.holds([key_of(2)])).ok == [False]
@@ -140,13 +74,21 @@ async def test_a_damaged_value_is_replaced_also_after_keys_have_changed(tmp_path
         await bench.close()
 
 
-class SlowTier(StoreTier):
-    @property
-    def address(self) -> str:
-        return "slow"
+class SlowClient(ShareClient):
+    """Takes a moment for each write."""
 
+    async def put(
+        self, names: Any, records: Any, payloads: Sequence[memoryview], **more: Any
+    ) -> list[str | None]:
+        before = [bytes(payload) for payload in payloads]
+        await asyncio.sleep(0.005)
+        assert before == [bytes(payload) for payload in payloads], "its memory was used by others"
+        return await super().put(names, records, payloads, **more)
+
+
+class SlowTier(ShareTier):
     def connect(self) -> StoreClient:
-        return SlowClient()
+        return SlowClient(self.server)
 
 
 async def test_no_more_memory_is_lent_than_calls_are_under_way(tmp_path: Path) -> None:

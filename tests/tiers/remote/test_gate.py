@@ -1,24 +1,25 @@
-"""Who goes first where only so many calls may be under way."""
+"""Who goes first where only so many calls may be under way; calls that block."""
 
 from __future__ import annotations
 
 import asyncio
+import os
+import threading
 import time
 from collections.abc import Sequence
 from typing import Any
 
 import pytest
 
+from kvstore.concurrency import outlast
 from kvstore.tiers.pinned import PinnedRegion
 from kvstore.tiers.remote.client import StoreError
 from kvstore.tiers.remote.gate import Gate
-from kvstore.tiers.remote.loop import two_at_once
+from kvstore.tiers.remote.loop import in_thread, two_at_once
 from kvstore.tiers.remote.slices import Beside
 from kvstore.tiers.remote.tier import QUESTIONS_AT_ONCE, StoreTier
 from kvstore.types import TierPlace
 from tests.patience import PATIENCE, TOO_LONG
-
-pytestmark = pytest.mark.asyncio
 
 
 class Calls:
@@ -88,6 +89,7 @@ async def test_whoever_is_cancelled_keeps_no_place() -> None:
         await calls.begin(name, order, 8)
     calls.tasks["b"].cancel()
     await calls.settle()
+    assert calls.under_way == ["a"]
     calls.tasks["a"].cancel()
     await calls.settle()
     assert calls.under_way == ["c"]
@@ -117,17 +119,6 @@ async def test_those_that_wait_fail_with_the_call_before_them_and_later_ones_do_
     await calls.begin("c", 3, 8)
     with pytest.raises(StoreError, match="no answer"):
         await calls.tasks["b"]
-    assert calls.under_way == ["a"]
-    await calls.end("a")
-    assert calls.under_way == ["c"]
-
-
-async def test_a_call_that_is_cancelled_while_it_waits_gives_nobody_a_turn() -> None:
-    calls = Calls(Gate(1, 16))
-    for number, name in enumerate("abc"):
-        await calls.begin(name, number, 8)
-    calls.tasks["b"].cancel()
-    await calls.settle()
     assert calls.under_way == ["a"]
     await calls.end("a")
     assert calls.under_way == ["c"]
@@ -196,3 +187,48 @@ async def test_places_for_records_are_used_again() -> None:
         for _ in range(3):
             async with beside.lent(payloads) as slices:
                 assert len(slices.records) == 2
+
+
+# -- calls that block, in threads of their own ---------------------------------------------------
+
+
+def priority() -> int:
+    return os.getpriority(os.PRIO_PROCESS, threading.get_native_id())
+
+
+async def test_a_call_that_gives_way_leaves_everybody_else_where_they_were() -> None:
+    before = priority()
+    assert await in_thread(priority, before + 3) == before + 3
+    assert await outlast(in_thread(priority, before + 3)) == before + 3
+    assert await in_thread(priority) == before
+    assert priority() == before
+
+
+async def test_what_a_call_raises_is_an_error_of_the_store() -> None:
+    with pytest.raises(StoreError, match="ZeroDivisionError"):
+        await in_thread(lambda: 1 / 0)
+
+    def refuses() -> None:
+        raise StoreError("as it is")
+
+    with pytest.raises(StoreError, match="^as it is$"):
+        await outlast(in_thread(refuses))
+
+
+async def test_a_call_that_uses_memory_is_awaited_though_it_is_cancelled() -> None:
+    goes_on, ended = threading.Event(), threading.Event()
+
+    def work() -> None:
+        goes_on.wait(60)
+        ended.set()
+
+    task = asyncio.create_task(outlast(in_thread(work)))
+    await asyncio.sleep(0)
+    for _ in range(3):
+        task.cancel()
+        await asyncio.sleep(0.01)
+        assert not task.done()
+    goes_on.set()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    assert ended.is_set()

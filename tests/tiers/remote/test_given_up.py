@@ -89,7 +89,6 @@ def engines(monkeypatch: pytest.MonkeyPatch) -> list[Engine]:
     return Engine.made
 
 
-@pytest.mark.asyncio
 @pytest.mark.parametrize("tail_bytes", [0, 4096])
 async def test_a_read_that_was_given_up_writes_to_no_row_after_it_has_ended(
     engines: list[Engine], tail_bytes: int
@@ -109,7 +108,6 @@ async def test_a_read_that_was_given_up_writes_to_no_row_after_it_has_ended(
     assert all(engine.closed.is_set() for engine in engines)
 
 
-@pytest.mark.asyncio
 async def test_what_this_host_gives_to_the_pool_stays_when_a_transfer_is_given_up(
     engines: list[Engine],
 ) -> None:
@@ -126,7 +124,6 @@ async def test_what_this_host_gives_to_the_pool_stays_when_a_transfer_is_given_u
     assert giver.closed.is_set()
 
 
-@pytest.mark.asyncio
 @pytest.mark.parametrize(
     ("code", "given_up_s"),
     [
@@ -153,7 +150,6 @@ async def test_a_read_that_was_not_given_up_ends_nothing(
     await bench.close()
 
 
-@pytest.mark.asyncio
 async def test_a_transfer_that_takes_longer_than_a_question_may_is_waited_for(
     engines: list[Engine], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -169,7 +165,6 @@ async def test_a_transfer_that_takes_longer_than_a_question_may_is_waited_for(
     await bench.close()
 
 
-@pytest.mark.asyncio
 @pytest.mark.parametrize("code", [-703, -704])
 async def test_a_value_that_is_not_there_yet_is_no_bad_one(
     engines: list[Engine], monkeypatch: pytest.MonkeyPatch, code: int
@@ -186,7 +181,6 @@ async def test_a_value_that_is_not_there_yet_is_no_bad_one(
 # -- its end -------------------------------------------------------------------------------------
 
 
-@pytest.mark.asyncio
 async def test_an_engine_is_not_closed_before_the_last_question_has_left_it(
     engines: list[Engine], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -210,7 +204,6 @@ async def test_an_engine_is_not_closed_before_the_last_question_has_left_it(
     assert crashed == [False, False]
 
 
-@pytest.mark.asyncio
 async def test_what_is_still_being_connected_when_it_is_closed_is_closed_too(
     engines: list[Engine], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -232,7 +225,6 @@ async def test_what_is_still_being_connected_when_it_is_closed_is_closed_too(
     assert mover.closed.wait(PATIENCE)
 
 
-@pytest.mark.asyncio
 async def test_a_client_whose_closing_is_cancelled_closes_everything(engines: list[Engine]) -> None:
     region = PinnedRegion.private(4, 8192, 4096)
     tier = MooncakeTier(TierPlace("cancelled", {}, 8192), contribute_bytes=64)
@@ -250,7 +242,6 @@ async def test_a_client_whose_closing_is_cancelled_closes_everything(engines: li
     region.close()
 
 
-@pytest.mark.asyncio
 async def test_a_connection_that_failed_while_nobody_waited_is_tried_again_and_told_nowhere(
     engines: list[Engine], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -92,7 +92,6 @@ for name in dir(TestMooncakeBehindRows):
         setattr(TestMooncakeBehindRows, name, None)
 
 
-@pytest.mark.asyncio
 async def test_hosts_with_and_without_room_behind_rows_exchange_chunks(
     master: MooncakeMaster, host: Any
 ) -> None:
@@ -111,7 +110,6 @@ async def test_hosts_with_and_without_room_behind_rows_exchange_chunks(
         await bench.close()
 
 
-@pytest.mark.asyncio
 async def test_two_stores_at_once_over_the_same_rows_do_not_take_each_others_records(
     master: MooncakeMaster, host: Any
 ) -> None:
@@ -138,7 +136,6 @@ async def test_two_stores_at_once_over_the_same_rows_do_not_take_each_others_rec
     await bench.close()
 
 
-@pytest.mark.asyncio
 async def test_a_cache_on_disk_is_the_same_with_and_without_room_behind_rows(
     master: MooncakeMaster, host: Any, tmp_path: Path
 ) -> None:
@@ -191,7 +188,6 @@ def test_what_cannot_be_used_is_refused_at_once(parameters: dict[str, Any], said
         MooncakeTier(PLACE, **parameters)
 
 
-@pytest.mark.asyncio
 async def test_a_pool_that_is_full_refuses_and_still_serves() -> None:
     place = TierPlace("full", {}, 2**20)
     with mooncake_master() as small:

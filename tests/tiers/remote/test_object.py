@@ -185,7 +185,6 @@ def test_the_package_is_named_where_it_is_missing(monkeypatch: pytest.MonkeyPatc
         ObjectTier(PLACE, url="s3://bucket")
 
 
-@pytest.mark.asyncio
 async def test_wrong_credentials_are_told_and_shown_nowhere(
     gateway: CephGateway, s3: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -199,7 +198,6 @@ async def test_wrong_credentials_are_told_and_shown_nowhere(
     await bench.close()
 
 
-@pytest.mark.asyncio
 async def test_a_bucket_that_is_not_there_stores_nothing_and_says_so(
     gateway: CephGateway, s3: Any
 ) -> None:
@@ -211,7 +209,6 @@ async def test_a_bucket_that_is_not_there_stores_nothing_and_says_so(
     await bench.close()
 
 
-@pytest.mark.asyncio
 @pytest.mark.parametrize("extra", [-200, -128, -127, 0, 5000])
 async def test_a_large_value_is_read_in_ranges(
     gateway: CephGateway, s3: Any, tmp_path: Path, extra: int
@@ -237,7 +234,6 @@ async def test_a_large_value_is_read_in_ranges(
         await bench.close()
 
 
-@pytest.mark.asyncio
 async def test_many_values_are_removed_by_calls_of_which_each_has_its_time(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -261,7 +257,6 @@ async def test_many_values_are_removed_by_calls_of_which_each_has_its_time(
     await bench.close()
 
 
-@pytest.mark.asyncio
 async def test_a_directory_that_hangs_keeps_one_thread_however_often_it_is_tried(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -289,7 +284,6 @@ async def test_a_directory_that_hangs_keeps_one_thread_however_often_it_is_tried
     await bench.close()
 
 
-@pytest.mark.asyncio
 async def test_of_a_prompt_that_nobody_has_stored_only_the_first_values_are_asked_for(
     gateway: CephGateway, s3: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -312,7 +306,6 @@ async def test_of_a_prompt_that_nobody_has_stored_only_the_first_values_are_aske
     await bench.close()
 
 
-@pytest.mark.asyncio
 async def test_the_oldest_leave_a_bucket_that_holds_too_much(gateway: CephGateway, s3: Any) -> None:
     capacity = 32 * (8000 + RECORD_BYTES)
     tier = ObjectTier(PLACE, url=gateway.url, endpoint=gateway.endpoint, capacity_bytes=capacity)
@@ -328,7 +321,6 @@ async def test_the_oldest_leave_a_bucket_that_holds_too_much(gateway: CephGatewa
     await bench.close()
 
 
-@pytest.mark.asyncio
 @pytest.mark.parametrize("kind", ["s3", "directory"])
 async def test_what_a_process_that_was_killed_had_for_itself_is_removed_after_a_week(
     kind: str, tmp_path: Path, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
@@ -419,7 +411,6 @@ async def test_an_object_that_cannot_be_read_fails_alone(monkeypatch: pytest.Mon
         await client.exists(names)
 
 
-@pytest.mark.asyncio
 async def test_a_value_that_cannot_be_read_costs_no_other_and_four_are_the_stores_fault(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -458,7 +449,6 @@ async def test_a_value_that_cannot_be_read_costs_no_other_and_four_are_the_store
     await bench.close()
 
 
-@pytest.mark.asyncio
 async def test_each_wave_of_a_question_has_its_time_and_what_was_answered_counts() -> None:
     waves: list[int] = []
 

@@ -61,7 +61,6 @@ def credentials(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("credentials")
-@pytest.mark.asyncio
 async def test_what_a_service_says_at_length_is_not_told() -> None:
     """It repeats the session's token."""
     body = f"<Error><Code>InvalidToken</Code><Token-0>s3cret</Token-0>{'x' * 100_000}</Error>"
@@ -81,7 +80,6 @@ async def test_what_a_service_says_at_length_is_not_told() -> None:
 
 
 @pytest.mark.usefixtures("credentials")
-@pytest.mark.asyncio
 async def test_an_endpoint_without_tls_may_be_named_by_the_environment(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -95,7 +93,6 @@ async def test_an_endpoint_without_tls_may_be_named_by_the_environment(
 
 
 @pytest.mark.usefixtures("credentials")
-@pytest.mark.asyncio
 async def test_a_list_that_never_ends_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("kvstore.tiers.remote.object.PAGE_SECONDS", 0.2)
     body = (
@@ -110,7 +107,6 @@ async def test_a_list_that_never_ends_is_given_up(monkeypatch: pytest.MonkeyPatc
 
 
 @pytest.mark.usefixtures("credentials")
-@pytest.mark.asyncio
 async def test_dead_connections_are_not_tried_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
     """As after a firewall has forgotten them: what is sent is lost without a word."""
     monkeypatch.setattr("kvstore.tiers.remote.object.IDLE_SECONDS", 0.2)

@@ -47,7 +47,6 @@ def tier(
         link.stop()
 
 
-@pytest.mark.asyncio
 async def test_all_chunks_arrive_however_many_moves_share_a_slow_link(tier: StoreTier) -> None:
     bench = TierBench(tier, MOVES * EACH, CHUNK, CHUNK)
     keys = [key_of(number) for number in range(MOVES * EACH)]

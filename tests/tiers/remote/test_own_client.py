@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
+from random import Random
 from typing import Any, ClassVar
 
 import pytest
@@ -11,9 +12,7 @@ import pytest
 import kvstore
 from kvstore import plugins
 from kvstore.plugins import register_tier
-from kvstore.tiers.remote import StoreTier
-from kvstore.tiers.remote.record import RECORD_BYTES
-from kvstore.types import TierPlace
+from tests.world.share import SERVERS, ShareClient, ShareServer, ShareTier
 
 CHUNK = 4096
 KEYS = [f"key-{number}".encode() for number in range(6)]
@@ -22,61 +21,30 @@ PAYLOADS = [(key * CHUNK)[:CHUNK] for key in KEYS]
 Change = Callable[[list[Any]], Any]
 
 
-class Client:
-    """A store in a dictionary, whose answers `changes` changes, by call."""
+class Client(ShareClient):
+    """A store in memory, whose answers `changes` changes, by call."""
 
-    values: ClassVar[dict[str, bytes]] = {}
     changes: ClassVar[dict[str, Change]] = {}
 
     def _told(self, call: str, answers: list[Any]) -> Any:
         change = self.changes.get(call)
         return answers if change is None else change(answers)
 
-    async def exists(self, names: Sequence[str]) -> Any:
-        return self._told("exists", [name in self.values for name in names])
+    async def exists(self, names: Any) -> Any:
+        return self._told("exists", await super().exists(names))
 
-    async def put(
-        self,
-        names: Sequence[str],
-        records: Sequence[bytes],
-        payloads: Sequence[memoryview],
-        *,
-        replace: bool = False,
-    ) -> Any:
-        for name, record, payload in zip(names, records, payloads, strict=True):
-            if replace or name not in self.values:
-                self.values[name] = bytes(record) + bytes(payload)
-        return self._told("put", [None] * len(names))
+    async def put(self, names: Any, records: Any, payloads: Any, **more: Any) -> Any:
+        return self._told("put", await super().put(names, records, payloads, **more))
 
-    async def get(self, names: Sequence[str], payloads: Sequence[memoryview]) -> Any:
-        found: list[Any] = []
-        for name, payload in zip(names, payloads, strict=True):
-            value = self.values.get(name)
-            if value is not None:
-                payload[:] = value[RECORD_BYTES:]
-            found.append(None if value is None else value[:RECORD_BYTES])
-        return self._told("get", found)
-
-    async def remove(self, names: Sequence[str]) -> None:
-        for name in names:
-            self.values.pop(name, None)
-
-    async def close(self) -> None:
-        pass
+    async def get(self, names: Any, payloads: Any) -> Any:
+        return self._told("get", await super().get(names, payloads))
 
 
-class OwnStore(StoreTier):
+class OwnStore(ShareTier):
     name = "test-own-client"
 
-    def __init__(self, place: TierPlace, *, timeout_s: float = 5.0) -> None:
-        super().__init__(place, timeout_s=timeout_s)
-
     def connect(self) -> Any:
-        return Client()
-
-    @property
-    def address(self) -> str:
-        return "a dictionary"
+        return Client(self.server)
 
 
 def opened(**changes: Change) -> Any:
@@ -96,7 +64,7 @@ def opened(**changes: Change) -> Any:
 def empty(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(plugins._kinds, "classes", dict(plugins._kinds.classes))
     register_tier(OwnStore)
-    monkeypatch.setattr(Client, "values", {})
+    monkeypatch.setitem(SERVERS, "share", ShareServer(Random(0)))
     monkeypatch.setattr(Client, "changes", {})
 
 
@@ -104,7 +72,7 @@ async def stored() -> None:
     async with opened() as store:
         assert await store.put(KEYS, PAYLOADS) == len(KEYS)
         assert await store.flush(20)
-    assert len(Client.values) == len(KEYS)
+    assert len(SERVERS["share"].values) == len(KEYS)
 
 
 @pytest.mark.parametrize("kind", [bytearray, memoryview])
