@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import hashlib
 import threading
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Collection, Sequence
 from contextlib import AbstractAsyncContextManager
 from pathlib import Path
 from typing import Any
@@ -81,13 +81,19 @@ def hurry(store: Store, seconds: float) -> None:
     store._core._queue.deadline = store._puts._deadline = seconds
 
 
-def hold(monkeypatch: pytest.MonkeyPatch, method: str) -> threading.Event:
-    """Let a method of the disk tier wait until the event is set."""
+def hold(
+    monkeypatch: pytest.MonkeyPatch, method: str, of: Collection[bytes] = ()
+) -> threading.Event:
+    """Let a method of the disk tier wait until the event is set.
+
+    Args:
+        of: only calls whose first key is one of these wait.
+    """
     gate = threading.Event()
     real = getattr(DiskTier, method)
 
     async def held(self: DiskTier, *args: Any) -> Any:
-        while not gate.is_set():
+        while not gate.is_set() and (not of or args[0][0] in of):
             await asyncio.sleep(0.001)
         return await real(self, *args)
 

@@ -26,8 +26,6 @@ from tests.patience import PATIENCE, until_async
 from tests.store.support import contents, keys_of, payload, payloads, small
 from tests.tools.support import command
 
-pytestmark = pytest.mark.asyncio
-
 KEYS = keys_of("prompt", 20)
 ALICE, BOB = tenant_keys("alice", KEYS[:10]), tenant_keys("bob", KEYS[:10])
 

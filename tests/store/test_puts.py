@@ -146,15 +146,7 @@ async def test_a_flush_waits_for_each_chunk_that_was_stored_before(
     open_store: Open, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     early, late = keys_of("early", 2), keys_of("late", 20)
-    gate = asyncio.Event()
-    real = DiskTier.write
-
-    async def write(self: DiskTier, keys: Sequence[bytes], *args: Any) -> Transfer:
-        if keys[0] in early:
-            await gate.wait()
-        return await real(self, keys, *args)
-
-    monkeypatch.setattr(DiskTier, "write", write)
+    gate = hold(monkeypatch, "write", early)
     async with open_store(rows=64, disk=64) as store:
         await store.put(early, payloads(early))
         flushing = asyncio.create_task(store.flush())
@@ -172,16 +164,8 @@ async def test_a_flush_does_not_wait_for_what_is_put_meanwhile(
     open_store: Open, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     early, late = keys_of("early", 2), keys_of("late", 2)
-    gate = asyncio.Event()
-    real = DiskTier.write
-
-    async def write(self: DiskTier, keys: Sequence[bytes], *args: Any) -> Transfer:
-        if keys[0] in late:
-            await gate.wait()
-        await asyncio.sleep(0.01)
-        return await real(self, keys, *args)
-
-    monkeypatch.setattr(DiskTier, "write", write)
+    slow(monkeypatch, "write", 0.01)
+    gate = hold(monkeypatch, "write", late)
     async with open_store(rows=64, disk=64) as store:
         await store.put(early, payloads(early))
         flushing = asyncio.create_task(store.flush())

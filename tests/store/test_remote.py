@@ -23,8 +23,6 @@ from tests.patience import PATIENCE, until_async
 from tests.store.support import CHUNK, contents, keys_of, payloads, small
 from tests.tiers.remote.servers import RedisServer, redis_server
 
-pytestmark = pytest.mark.asyncio
-
 KEYS = keys_of("prompt", 6)
 
 
@@ -65,19 +63,6 @@ async def test_what_one_host_has_stored_is_a_hit_on_another(
                 assert set(chunks.sources) == {"remote"}
 
 
-async def test_a_directory_that_hosts_share_does_as_well(tmp_path: Path) -> None:
-    pytest.importorskip("obstore")
-    shared = {"type": "object", "url": (tmp_path / "shared").as_uri()}
-    hosts = [{**small(tmp_path / name, disk=0), "tiers": [shared]} for name in ("one", "other")]
-    async with kvstore.open(hosts[0]) as one:
-        await one.put(KEYS[:4], payloads(KEYS[:4]))
-        await saved(one)
-    async with kvstore.open(hosts[1]) as other:
-        assert await other.resolve(KEYS) == 4
-        async with other.get(KEYS) as chunks:
-            assert [bytes(chunk) for chunk in chunks] == payloads(KEYS[:4])
-
-
 async def test_a_share_of_a_capacity_keeps_to_each_tenant_what_is_guaranteed(
     tmp_path: Path,
 ) -> None:
@@ -101,15 +86,6 @@ async def test_a_share_of_a_capacity_keeps_to_each_tenant_what_is_guaranteed(
             assert other.stats().tiers[-1].evicted > 0
     async with kvstore.open(config) as third:
         assert await third.resolve(hers) == len(hers)
-
-
-@pytest.mark.parametrize("url", ["", "ftp://host", "s3://key:secret@bucket"])
-async def test_a_store_that_cannot_be_used_is_refused_by_its_key(tmp_path: Path, url: str) -> None:
-    pytest.importorskip("obstore")
-    config = {**small(tmp_path, disk=0), "tiers": [{"type": "object", "url": url}]}
-    with pytest.raises(ConfigError, match="tier 'object': .*url"):
-        async with kvstore.open(config):
-            pass
 
 
 async def test_a_store_that_stands_before_a_disk_is_refused_with_the_order(tmp_path: Path) -> None:
@@ -326,21 +302,23 @@ async def test_what_is_removed_is_gone_for_others_too(
 
 
 @pytest.mark.parametrize(
-    ("more", "said"),
+    ("kind", "more", "said"),
     [
-        ({"eviction_policy": "arc"}, "eviction_policy"),
-        ({"flow": "exclusive"}, "exclusive"),
-        ({"url": "http://x"}, "redis://"),
-        ({"colour": "red"}, "colour"),
+        ("redis", {"eviction_policy": "arc"}, "eviction_policy"),
+        ("redis", {"flow": "exclusive"}, "exclusive"),
+        ("redis", {"url": "http://x"}, "redis://"),
+        ("redis", {"colour": "red"}, "colour"),
+        ("object", {"url": ""}, "tier 'object': .*url"),
+        ("object", {"url": "ftp://host"}, "tier 'object': .*url"),
+        ("object", {"url": "s3://key:secret@bucket"}, "tier 'object': .*url"),
     ],
 )
 async def test_what_is_not_for_a_store_is_refused(
-    tmp_path: Path, more: dict[str, Any], said: str
+    tmp_path: Path, kind: str, more: dict[str, Any], said: str
 ) -> None:
-    pytest.importorskip("redis")
+    pytest.importorskip({"redis": "redis", "object": "obstore"}[kind])
     with pytest.raises(ConfigError, match=said):
-        tiers = [{"type": "redis", **more}]
-        async with kvstore.open(Config.from_mapping({**small(tmp_path), "tiers": tiers})):
+        async with kvstore.open({**small(tmp_path), "tiers": [{"type": kind, **more}]}):
             pass
 
 

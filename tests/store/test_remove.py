@@ -3,10 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import signal
-import subprocess
-import sys
-import textwrap
 import threading
 from pathlib import Path
 from typing import Any
@@ -291,40 +287,6 @@ async def test_many_keys_amid_traffic(open_store: Open) -> None:
     async with open_store(rows=16, disk=256) as store:
         for number in range(4):
             assert await store.resolve(keys_of(f"changing {number}", 8)) == 0
-
-
-def test_what_was_removed_is_gone_after_kill_9(tmp_path: Path) -> None:
-    config = (
-        "{'cpu_bytes_to_use': '32KiB', 'chunk_bytes': 4096, 'identity': {}, "
-        "'tiers': [{'type': 'disk', "
-        f"'path': {str(tmp_path)!r}, 'capacity_bytes': '2MiB', 'segment_bytes': '128KiB'}}]}}"
-    )
-    code = textwrap.dedent(
-        f"""
-        import asyncio, os, signal, kvstore
-        keys = [b"key-%d" % n + bytes(4) for n in range(40)]
-        async def main(kill):
-            async with kvstore.open({config}) as store:
-                if kill:
-                    assert await store.put(keys, [bytes(4096)] * 40) == 40
-                    assert await store.flush(20)
-                    assert await store.remove(keys[::2]) == 20
-                    os.kill(os.getpid(), signal.SIGKILL)
-                print([store.contains_prefix([key]) for key in keys] == [0, 1] * 20)
-        """
-    )
-    killed = subprocess.run(
-        [sys.executable, "-c", f"{code}\nasyncio.run(main(True))"], timeout=PATIENCE
-    )
-    assert killed.returncode == -signal.SIGKILL
-    done = subprocess.run(
-        [sys.executable, "-c", f"{code}\nasyncio.run(main(False))"],
-        capture_output=True,
-        text=True,
-        timeout=PATIENCE,
-        check=False,
-    )
-    assert done.stdout == "True\n", done.stderr
 
 
 # -- amid a reset --------------------------------------------------------------------------------

@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import subprocess
-import sys
-import textwrap
 import threading
 import time
 from collections.abc import Callable, Coroutine, Sequence
@@ -22,7 +19,7 @@ from kvstore.api.store import COPY_INLINE_BYTES, Store
 from kvstore.core import Core, Pace
 from kvstore.engine.engine import Engine
 from kvstore.engine.loop_steps import RECHECK_SECONDS, Driver
-from kvstore.errors import ConfigError, KVStoreError, LeaseEndedError
+from kvstore.errors import ConfigError, KVStoreError
 from kvstore.policies import registry
 from kvstore.policies.lru import LRU
 from kvstore.policies.table import COMPILED
@@ -45,14 +42,6 @@ from tests.store.support import (
 )
 
 # -- bytes ---------------------------------------------------------------------------------
-
-
-async def test_what_is_put_can_be_got(open_store: Open) -> None:
-    async with open_store() as store:
-        keys = keys_of("a", 4)
-        assert await store.put(keys, payloads(keys)) == 4
-        assert store.lookup_prefix(keys) == 4
-        assert await contents(store, keys) == payloads(keys)
 
 
 BUFFERS: dict[str, Callable[[bytes], object]] = {
@@ -96,14 +85,6 @@ async def test_a_tensor_is_a_chunk(open_store: Open, kind: str) -> None:
     async with open_store() as store:
         assert await store.put([key], [tensor]) == 1
         assert await contents(store, [key]) == [expected]
-
-
-async def test_a_chunk_larger_than_is_copied_at_once(open_store: Open) -> None:
-    size = COPY_INLINE_BYTES
-    async with open_store(chunk_bytes=size) as store:
-        keys = keys_of("a", 3)
-        assert await store.put(keys, payloads(keys, size)) == 3
-        assert await contents(store, keys) == payloads(keys, size)
 
 
 async def test_a_chunk_that_is_no_multiple_of_a_page(open_store: Open) -> None:
@@ -177,15 +158,6 @@ async def test_nothing_can_be_put_and_got(open_store: Open) -> None:
             assert list(chunks) == []
 
 
-async def test_a_key_put_twice_keeps_its_first_bytes_and_its_place(open_store: Open) -> None:
-    async with open_store() as store:
-        (key,) = keys_of("a", 1)
-        assert await store.put([key, key], [payload(key)] * 2) == 2
-        assert await store.put([key], [payload(key)]) == 1
-        assert store.stats().chunks == 1
-        assert await contents(store, [key]) == [payload(key)]
-
-
 # -- tiers ---------------------------------------------------------------------------------
 
 
@@ -202,43 +174,6 @@ async def test_what_is_read_once_for_many_is_counted_once_as_read(open_store: Op
         assert store.stats().loaded_from == {"disk": 6, "host": 30}
 
 
-async def test_what_was_put_is_found_after_a_restart(open_store: Open) -> None:
-    keys = keys_of("a", 6)
-    async with open_store(disk=32) as store:
-        await store.put(keys, payloads(keys))
-    async with open_store(disk=32) as store:
-        assert store.lookup_prefix(keys) is None, "it is on disk; ask again"
-        assert await store.resolve(keys) == 6
-        assert await contents(store, keys) == payloads(keys)
-        assert store.stats().loaded_from == {"disk": 6}
-
-
-async def test_flushing_waits_until_everything_is_on_disk(open_store: Open) -> None:
-    async with open_store(disk=32) as store:
-        keys = keys_of("a", 6)
-        await store.put(keys, payloads(keys))
-        assert await store.flush()
-        assert store.stats().tiers[0].chunks == 6
-
-
-async def test_flushing_gives_up_in_time(open_store: Open, monkeypatch: pytest.MonkeyPatch) -> None:
-    gate = hold(monkeypatch, "write")
-    async with open_store(disk=32) as store:
-        await store.put(keys_of("a", 1), [bytes(CHUNK)])
-        assert not await asyncio.wait_for(store.flush(timeout=0.1), PATIENCE)
-        gate.set()
-        assert await store.flush(timeout=PATIENCE)
-
-
-async def test_more_than_host_memory_holds_is_kept_from_its_beginning(open_store: Open) -> None:
-    async with open_store(rows=6) as store:
-        keys = keys_of("a", 40)
-        assert await store.put(keys, payloads(keys)) == 6
-        assert store.lookup_prefix(keys) == 6
-        assert await store.put(keys, payloads(keys)) == 6
-        assert await contents(store, keys) == payloads(keys[:6])
-
-
 async def test_a_put_beside_leased_chunks_keeps_what_fits(open_store: Open) -> None:
     async with open_store(rows=6, deadline_s=0.05) as store:
         leased, keys = keys_of("leased", 5), keys_of("a", 3)
@@ -247,14 +182,6 @@ async def test_a_put_beside_leased_chunks_keeps_what_fits(open_store: Open) -> N
             assert await store.put(keys, payloads(keys)) == 1
             assert store.lookup_prefix(keys) == 1
         assert await store.put(keys, payloads(keys)) == 3
-
-
-async def test_a_prefix_larger_than_host_memory_is_got_as_far_as_it_fits(open_store: Open) -> None:
-    keys = keys_of("a", 20)
-    async with open_store(rows=32, disk=64) as store:
-        await store.put(keys, payloads(keys))
-    async with open_store(rows=6, disk=64) as store:
-        assert await contents(store, keys) == payloads(keys[:6])
 
 
 async def test_prompts_with_room_for_one_all_get_everything(open_store: Open) -> None:
@@ -285,19 +212,6 @@ async def test_after_a_reset_nothing_is_there_nor_after_a_restart(open_store: Op
         assert await store.put(keys[:2], payloads(keys[:2])) == 2
     async with open_store(disk=32) as store:
         assert await contents(store, keys) == payloads(keys[:2])
-
-
-async def test_a_reset_waits_for_leases_to_end(open_store: Open) -> None:
-    async with open_store() as store:
-        keys = keys_of("a", 2)
-        await store.put(keys, payloads(keys))
-        async with store.get(keys) as chunks:
-            resetting = asyncio.create_task(store.reset())
-            await asyncio.sleep(0.05)
-            assert not resetting.done()
-            assert [bytes(chunk) for chunk in chunks] == payloads(keys)
-        await asyncio.wait_for(resetting, PATIENCE)
-        assert store.lookup_prefix(keys) == 0
 
 
 async def test_what_is_leased_keeps_its_bytes_while_a_reset_and_new_stores_go_on(
@@ -400,119 +314,6 @@ async def test_a_reset_that_was_not_waited_for_is_made_before_the_store_is_close
 
 
 # -- leases --------------------------------------------------------------------------------
-
-
-async def test_chunks_are_read_only(open_store: Open) -> None:
-    async with open_store() as store:
-        keys = keys_of("a", 1)
-        await store.put(keys, payloads(keys))
-        async with store.get(keys) as chunks:
-            assert chunks[0].readonly
-            assert chunks[0].nbytes == CHUNK
-            with pytest.raises(TypeError):
-                chunks[0][0] = 1
-            assert not np.frombuffer(chunks[0], np.uint8).flags.writeable
-
-
-async def test_chunks_are_dead_after_the_lease(open_store: Open) -> None:
-    async with open_store() as store:
-        keys = keys_of("a", 2)
-        await store.put(keys, payloads(keys))
-        async with store.get(keys) as chunks:
-            first = chunks[0]
-            assert bytes(first) == payload(keys[0])
-        with pytest.raises(LeaseEndedError, match="the lease has ended"):
-            chunks[0]
-        with pytest.raises(LeaseEndedError):
-            list(chunks)
-        with pytest.raises(ValueError, match="released"):
-            bytes(first)
-        del first
-        await until_async(lambda: busy(store) == 0)
-
-
-HOLDS: dict[str, Callable[[memoryview], object]] = {
-    "array": lambda chunk: np.frombuffer(chunk, np.uint8),
-    "part of an array": lambda chunk: np.frombuffer(chunk, np.uint8)[7:9],
-    "slice": lambda chunk: chunk[10:20],
-    "cast": lambda chunk: chunk.cast("f"),
-    "view of a view": memoryview,
-}
-
-
-@pytest.mark.parametrize("kind", HOLDS)
-async def test_what_still_looks_at_a_chunk_after_the_lease_keeps_its_row_and_is_counted(
-    open_store: Open, kind: str
-) -> None:
-    async with open_store() as store:
-        keys = keys_of("a", 2)
-        await store.put(keys, payloads(keys))
-        async with store.get(keys) as chunks:
-            held = HOLDS[kind](chunks[1])
-        assert held is not None
-        assert busy(store) == 1, "the lease has ended, but for the row that is seen"
-        assert store.stats().outlived == 1
-        assert await contents(store, keys) == payloads(keys)
-
-
-def test_an_array_that_outlives_its_store_reads_no_foreign_memory() -> None:
-    ended = subprocess.run(
-        [
-            sys.executable,
-            "-c",
-            textwrap.dedent(
-                """
-                import asyncio, gc
-                import numpy as np, kvstore
-
-                async def main():
-                    size = 4 * 2**20
-                    config = {"cpu_bytes_to_use": 2 * size, "chunk_bytes": size}
-                    async with kvstore.open(config) as store:
-                        await store.put([b"k"], [bytes(size)])
-                        async with store.get([b"k"]) as chunks:
-                            held = np.frombuffer(chunks[0], np.uint8)
-                    return held
-
-                held = asyncio.run(main())
-                gc.collect()
-                print(int(held.sum()))
-                """
-            ),
-        ],
-        capture_output=True,
-        text=True,
-        timeout=PATIENCE,
-        check=False,
-    )
-    assert (ended.returncode, ended.stdout) == (0, "0\n"), ended.stderr
-
-
-async def test_leased_chunks_are_neither_evicted_nor_rewritten(open_store: Open) -> None:
-    async with open_store(rows=6, disk=64, deadline_s=0.1) as store:
-        keys = keys_of("a", 4)
-        await store.put(keys, payloads(keys))
-        await store.flush()
-        async with store.get(keys) as chunks:
-            for wave in range(5):
-                others = keys_of(f"other {wave}", 6)
-                await store.put(others, payloads(others))
-                await contents(store, others)
-            assert [bytes(chunk) for chunk in chunks] == payloads(keys)
-
-
-async def test_what_was_fetched_stays_for_a_request_that_asks_again(open_store: Open) -> None:
-    keys = keys_of("a", 4)
-    async with open_store(rows=6, disk=64) as store:
-        await store.put(keys, payloads(keys))
-    async with open_store(rows=6, disk=64) as store:
-        assert await store.resolve(keys, request="mine") == 4
-        hurry(store, 0.2)
-        others = keys_of("others", 6)
-        await store.put(others, payloads(others))
-        assert store.lookup_prefix(keys, request="mine") == 4
-        store.release("mine")
-        assert busy(store) == 0
 
 
 # -- cancellation ----------------------------------------------------------------------------
@@ -635,29 +436,6 @@ async def test_a_closed_store_says_so(open_store: Open) -> None:
             pass
     with pytest.raises(KVStoreError, match="closed"):
         await store.reset()
-
-
-async def test_a_lease_may_outlive_its_store(open_store: Open) -> None:
-    keys = keys_of("a", 2)
-    async with contextlib.AsyncExitStack() as leases:
-        async with open_store(disk=32) as store:
-            await store.put(keys, payloads(keys))
-            chunks = await leases.enter_async_context(store.get(keys))
-        assert [bytes(chunk) for chunk in chunks] == payloads(keys)
-
-
-async def test_who_waits_when_the_store_closes_is_told(
-    open_store: Open, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    keys = keys_of("a", 2)
-    async with open_store(disk=32) as store:
-        await store.put(keys, payloads(keys))
-    hold(monkeypatch, "read")
-    async with open_store(disk=32, shutdown_timeout_s=0.1) as store:
-        resolving = asyncio.create_task(store.resolve(keys))
-        await until_async(lambda: store.stats().waiting == 1)
-    with pytest.raises(KVStoreError, match="closed"):
-        await asyncio.wait_for(resolving, PATIENCE)
 
 
 @pytest.mark.parametrize("way", ["get", "resolve", "lookup_prefix"])
@@ -861,16 +639,6 @@ async def test_opening_does_not_hold_up_the_loop(
 # -- what it tells ---------------------------------------------------------------------------
 
 
-async def test_events_are_kept_when_asked_for(open_store: Open) -> None:
-    async with open_store(disk=32, keep_events=True) as store:
-        keys = keys_of("a", 2)
-        await store.put(keys, payloads(keys))
-        await store.flush()
-        told = [(event.medium, event.removed, set(event.keys)) for event in store.take_events()]
-        assert told == [("host", False, set(keys)), ("disk", False, set(keys))]
-        assert store.take_events() == []
-
-
 async def test_no_events_are_kept_otherwise(open_store: Open) -> None:
     async with open_store() as store:
         keys = keys_of("a", 2)
@@ -893,28 +661,6 @@ async def test_it_says_so_where_its_tables_are_not_compiled(
     monkeypatch.setattr("kvstore.assembly.COMPILED", False)
     async with open_store(disk=32) as store:
         assert "installed without a C compiler" in store.description
-
-
-async def test_many_users_at_once_see_only_right_bytes(open_store: Open) -> None:
-    prompts = [keys_of(f"prompt {number}", 5) for number in range(12)]
-    async with open_store(rows=16, disk=40) as store:
-
-        async def user(number: int) -> int:
-            found = 0
-            for turn in range(6):
-                keys = prompts[(number * 5 + turn) % len(prompts)]
-                async with store.get(keys) as chunks:
-                    found += len(chunks)
-                    assert [bytes(chunk) for chunk in chunks] == payloads(keys[: len(chunks)])
-                    await asyncio.sleep(0)
-                await store.put(keys, payloads(keys))
-            return found
-
-        found = await asyncio.gather(*(user(number) for number in range(8)))
-        assert sum(found) > 0
-        assert busy(store) <= store.stats().tiers[0].queued + 16
-        await store.flush()
-        assert busy(store) == 0
 
 
 async def test_a_store_without_steps_of_its_own_goes_on_until_all_is_done(

@@ -42,6 +42,12 @@ WAYS: dict[str, Callable[[memoryview], Any]] = {
     "of an array's part": lambda chunk: torch.as_tensor(np.asarray(chunk)[5:]),
     "frombuffer, another type": lambda chunk: torch.frombuffer(chunk, dtype=torch.bfloat16),
     "of a view that is released": lambda chunk: _released(chunk),
+    # None of a tensor, of which only the buffer is in use.
+    "an array": lambda chunk: np.frombuffer(chunk, np.uint8),
+    "part of an array": lambda chunk: np.frombuffer(chunk, np.uint8)[7:9],
+    "a slice": lambda chunk: chunk[10:20],
+    "a cast": lambda chunk: chunk.cast("f"),
+    "a view of the view": memoryview,
 }
 
 
@@ -50,21 +56,25 @@ def _released(chunk: memoryview) -> Any:
         return frombuffer(chunk)
 
 
-def bytes_of(tensor: Any) -> bytes:
-    return bytes(tensor.contiguous().view(torch.uint8).numpy())
+def bytes_of(held: Any) -> bytes:
+    if isinstance(held, torch.Tensor):
+        held = held.contiguous().view(torch.uint8).numpy()
+    return bytes(held.tobytes())
 
 
 @pytest.mark.parametrize("way", WAYS)
-async def test_a_tensor_that_outlives_its_lease_keeps_its_bytes(open_store: Open, way: str) -> None:
+async def test_what_outlives_its_lease_keeps_its_bytes_and_its_row(
+    open_store: Open, way: str
+) -> None:
     async with open_store(rows=4) as store:
         await store.put(A, payloads(A))
         async with store.get(A) as chunks:
-            tensor = WAYS[way](chunks[1])
-            expected = bytes_of(tensor)
+            held = WAYS[way](chunks[1])
+            expected = bytes_of(held)
         assert busy(store) == store.stats().watched_rows == 1
         assert await store.put(B, payloads(B), timeout=PATIENCE) == 3
-        assert bytes_of(tensor) == expected
-        del tensor
+        assert bytes_of(held) == expected
+        del held
         await until_async(lambda: busy(store) == 0)
         assert await store.put(B, payloads(B), timeout=PATIENCE) == 4
 
@@ -183,6 +193,12 @@ def test_synchronous_windows_go_on_beside_the_variable_of_a_loop(tmp_path: Any) 
 
 
 ENDS = {
+    "of an array the lease, then the store": """
+        async with kvstore.open(config) as store:
+            await store.put(keys, payloads)
+            async with store.get(keys) as chunks:
+                tensor = np.frombuffer(chunks[1], np.uint8)
+    """,
     "the lease, then the store": """
         async with kvstore.open(config) as store:
             await store.put(keys, payloads)
@@ -222,7 +238,7 @@ ENDS = {
 def test_memory_stays_as_long_as_a_tensor_looks_at_it(ends: str) -> None:
     body = textwrap.indent(textwrap.dedent(ENDS[ends]).strip(), "    ")
     script = f"""
-import asyncio, gc, warnings, kvstore, kvstore.api.store, torch
+import asyncio, gc, warnings, kvstore, kvstore.api.store, numpy as np, torch
 warnings.simplefilter("ignore")
 size = 1 << 20
 keys, payloads = [bytes([n]) * 20 for n in range(4)], [bytes([n]) * size for n in range(4)]
@@ -234,7 +250,7 @@ async def main():
 
 tensor = asyncio.run(main())
 gc.collect()
-assert bytes(tensor.numpy()) == payloads[1]
+assert np.asarray(tensor).tobytes() == payloads[1]
 print("same")
 """
     run = subprocess.run(

@@ -5,33 +5,20 @@ from __future__ import annotations
 import asyncio
 import threading
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 import kvstore
 from kvstore.errors import KVStoreError, LeaseEndedError
 from tests.patience import PATIENCE, until, until_async
+from tests.store.support import CHUNK, small
 
-CHUNK = 4096
 KEYS = [b"key-%03d" % n + bytes(4) for n in range(100)]
 
 
-def config(folder: Path, rows: int = 16) -> dict[str, object]:
-    return {
-        "cpu_bytes_to_use": rows * CHUNK,
-        "chunk_bytes": CHUNK,
-        "deadline_s": PATIENCE,
-        "max_wait_s": PATIENCE,
-        "identity": {"model": "m"},
-        "tiers": [
-            {
-                "type": "disk",
-                "path": str(folder),
-                "capacity_bytes": "4MiB",
-                "segment_bytes": "1MiB",
-            }
-        ],
-    }
+def config(folder: Path, rows: int = 16) -> dict[str, Any]:
+    return small(folder, rows, disk=256)
 
 
 async def fill(store: kvstore.Store, count: int = len(KEYS)) -> None:
