@@ -12,6 +12,7 @@ from kvstore.connector.manager import KVStoreManager
 from kvstore.connector.single_tier import PolicyManager
 from kvstore.policies import policy_names
 from kvstore.testing.manager import ManagerBench, ManagerContract, Places, keys_from
+from tests.store.support import small
 
 
 class PolicyManagerContract(ManagerContract):
@@ -42,14 +43,8 @@ class TestMappedFile(ManagerContract):
 
 class TestKVStoreHostAlone(ManagerContract):
     def new_manager(self, folder: Path) -> tuple[OffloadingManager, Places]:
-        manager = KVStoreManager(
-            {
-                "cpu_bytes_to_use": self.blocks * self.block_bytes,
-                "chunk_bytes": self.block_bytes,
-                "eviction_policy": "lru",
-                "keep_events": True,
-            }
-        )
+        config = small(folder, self.blocks, eviction_policy="lru", keep_events=True)
+        manager = KVStoreManager(config)
         return manager, manager.region.array
 
 
@@ -57,22 +52,8 @@ class TestKVStoreOverADisk(ManagerContract):
     forgets = False
 
     def new_manager(self, folder: Path, blocks: int | None = None) -> tuple[KVStoreManager, Places]:
-        manager = KVStoreManager(
-            {
-                "cpu_bytes_to_use": (blocks or self.blocks) * self.block_bytes,
-                "chunk_bytes": self.block_bytes,
-                "identity": {"model": "m"},
-                "keep_events": True,
-                "tiers": [
-                    {
-                        "type": "disk",
-                        "path": str(folder / "cache"),
-                        "capacity_bytes": "8MiB",
-                        "segment_bytes": "1MiB",
-                    }
-                ],
-            }
-        )
+        config = small(folder / "cache", blocks or self.blocks, 512, keep_events=True)
+        manager = KVStoreManager(config)
         return manager, manager.region.array
 
     def test_more_than_host_memory_holds_is_there_after_a_restart(

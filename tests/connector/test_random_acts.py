@@ -14,6 +14,7 @@ from kvstore.connector.contract import OffloadingManager
 from kvstore.connector.manager import KVStoreManager
 from kvstore.connector.single_tier import PolicyManager
 from kvstore.testing.manager import ManagerBench, keys_from, stored_in
+from tests.store.support import small
 
 BLOCKS, BYTES = 24, 4096
 
@@ -21,33 +22,13 @@ Transfer = tuple[list[bytes], list[int]]
 """Keys and places."""
 
 
-def store_of(tiers: list[dict[str, Any]], policy: str) -> tuple[OffloadingManager, Any]:
-    manager = KVStoreManager(
-        {
-            "cpu_bytes_to_use": BLOCKS * BYTES,
-            "chunk_bytes": BYTES,
-            "identity": {"model": "m"},
-            "eviction_policy": policy,
-            "deadline_s": 0.2,
-            "tiers": tiers,
-        }
-    )
-    return manager, manager.region.array
-
-
 def build(kind: str, policy: str, folder: Path) -> tuple[OffloadingManager, Any]:
     if kind == "backend":
         backend = PinnedBackend(16, BLOCKS, BYTES)
         return PolicyManager(backend, policy), backend.array
-    if kind == "host alone":
-        return store_of([], policy)
-    disk = {
-        "type": "disk",
-        "path": str(folder),
-        "capacity_bytes": "1MiB",
-        "segment_bytes": "256KiB",
-    }
-    return store_of([disk], policy)
+    disk = 192 if kind == "disk" else 0
+    manager = KVStoreManager(small(folder, BLOCKS, disk, eviction_policy=policy, deadline_s=0.2))
+    return manager, manager.region.array
 
 
 class Acts:

@@ -75,15 +75,6 @@ def test_who_can_share_blocks_waits_for_what_another_request_loads() -> None:
     assert server.find(second) == 12
 
 
-def test_without_shared_blocks_nobody_waits() -> None:
-    server = Server(open_scheduler(enable_prefix_caching=False))
-    server.store(PROMPT, range(1, 7))
-    first = Request("a", PROMPT)
-    assert server.find(first) == 24
-    server.load(first, 24, range(10, 16))
-    assert server.find(Request("b", PROMPT)) == 24
-
-
 # -- loads -----------------------------------------------------------------------------------
 
 
@@ -97,16 +88,6 @@ def test_a_load_begins_in_the_middle_of_a_chunk() -> None:
     (job,) = server.step().load_jobs.values()
     assert blocks_of(job) == ([[10, 11, 12, 13, 14]], [1])
     assert len(rows_of(job)) == 2
-
-
-def test_a_window_loads_only_what_the_next_token_needs() -> None:
-    server = Server(open_scheduler(None, 6))
-    server.store(PROMPT, range(1, 7), range(11, 17))
-    request = Request("r", [*PROMPT, 0])
-    assert server.find(request) == 24
-    server.load(request, 24, range(21, 27), [0, 0, 0, 0, 31, 32])
-    (job,) = server.step().load_jobs.values()
-    assert blocks_of(job) == ([[21, 22, 23, 24, 25, 26], [31, 32]], [0, 4])
 
 
 @pytest.mark.parametrize("computed", range(0, 24, TOKENS))
@@ -179,16 +160,6 @@ def test_tokens_that_are_only_being_sampled_are_stored_when_they_are_known() -> 
     request.tokens.append(7)
     (job,) = server.step({request: 1}, more={request: [[3]]}).store_jobs.values()
     assert blocks_of(job) == ([[2]], [1])
-
-
-@pytest.mark.parametrize("only", [True, False])
-def test_generated_tokens_are_stored_unless_only_prompts_are(only: bool) -> None:
-    server = Server(open_scheduler(offload_prompt_only=only))
-    request = Request("r", PROMPT[:6])
-    server.find(request)
-    server.step({request: 6}, new={request: [[1, 2]]})
-    request.tokens += [6, 7]
-    assert bool(server.step({request: 2}).store_jobs) is not only
 
 
 def test_the_last_token_of_a_request_that_has_finished_was_never_computed() -> None:
@@ -460,16 +431,3 @@ def test_a_store_that_is_under_way_at_a_reset_is_forgotten() -> None:
     server.end(meta.store_jobs)
     assert server.find(Request("b", PROMPT)) == 0
     assert not server.scheduler.has_pending_work()
-
-
-def test_each_of_several_workers_ends_a_transfer() -> None:
-    server = Server(open_scheduler())
-    scheduler = server.scheduler
-    scheduler._jobs._workers = 2
-    request = Request("a", PROMPT)
-    server.find(request)
-    (number,) = server.step({request: 24}, new={request: [range(1, 7)]}).store_jobs
-    server.end(number)
-    assert server.find(Request("b", PROMPT)) == 0
-    server.end(number)
-    assert server.find(Request("c", PROMPT)) == 24

@@ -311,28 +311,6 @@ def test_nothing_more_is_stored_of_who_has_finished_before_a_reset(server: Led) 
     assert not any(server.on.values())
 
 
-def test_after_a_reset_no_block_is_stored_that_a_window_has_left() -> None:
-    """The chunk had been stored before its block was given away."""
-    manager = Scripted(takes=True)
-    scheduler = scheduler_over(manager, 4, [(4, 4)])
-    one, other = scripted.Prompt(16, 4, "one"), scripted.Prompt(4, 4, "other")
-    scheduler.get_num_new_matched_tokens(one, 0)
-    scheduler.build_connector_meta(
-        StepOutput([NewRequest("one", [[1, 2, 3, 4]])], num_scheduled_tokens={"one": 16})
-    )
-    one.num_computed_tokens = 16
-    scheduler.get_num_new_matched_tokens(other, 0)
-    scheduler.build_connector_meta(
-        StepOutput([NewRequest("other", [[1]])], num_scheduled_tokens={"other": 4})
-    )
-    scheduler.reset()
-    other.num_computed_tokens = 4
-    meta = scheduler.build_connector_meta(StepOutput(num_scheduled_tokens={"one": 0}))
-    (job,) = meta.store_jobs.values()
-    assert isinstance(job.src_spec, DeviceLoadStoreSpec)
-    assert 1 not in job.src_spec.block_ids
-
-
 def test_who_was_preempted_and_resumed_in_one_step_has_its_new_blocks() -> None:
     manager = Scripted(takes=True)
     scheduler = scheduler_over(manager, 4, [(4, None)])

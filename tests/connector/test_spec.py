@@ -14,7 +14,7 @@ from kvstore.connector.mediums import DeviceLoadStoreSpec, HostLoadStoreSpec
 from kvstore.connector.server import KVCacheConfig, KVCacheGroup, KVCacheSpec, ServerConfig
 from kvstore.connector.spec import KVStoreSpec, OffloadingSpec
 from kvstore.errors import ConfigError
-from kvstore.testing.manager import ManagerContract, Places, keys_from
+from kvstore.testing.manager import keys_from
 
 pytest.importorskip("torch")
 
@@ -427,17 +427,3 @@ def test_layers_on_a_device_have_a_handler_for_each_direction(
     for handler in handlers:
         handler.shutdown()
     assert Copies.ended == 2
-
-
-class TestManagerOfASpec(ManagerContract):
-    """What a spec builds keeps the contract of managers."""
-
-    blocks = 16
-    block_bytes = 3 * PAGE
-
-    def new_manager(self, folder: Path) -> tuple[Any, Places]:
-        config = extra_config(keep_events=True, cpu_bytes_to_use=16 * 4096, eviction_policy="lru")
-        manager = KVStoreSpec(
-            ServerConfig.of(TOKENS, config), groups_of(TOKENS, layers=3)
-        ).get_manager()
-        return manager, manager.region.array[:, : self.block_bytes]

@@ -16,28 +16,14 @@ from kvstore.core import recency
 from kvstore.errors import BlockKeyError, ConfigError, KVStoreError
 from kvstore.maintenance.survey import survey
 from kvstore.testing.manager import keys_from
-from tests.patience import PATIENCE, TOO_LONG, answered, until
-
-BYTES = 4096
+from tests.patience import PATIENCE, answered, until
+from tests.store.support import CHUNK, small
 
 
 def open_manager(folder: Path | None = None, rows: int = 16, **more: Any) -> KVStoreManager:
-    tiers = []
-    if folder is not None:
-        disk = {"type": "disk", "path": str(folder), "capacity_bytes": "8MiB"}
-        tiers = [{**disk, "segment_bytes": "1MiB"}]
-    config: dict[str, Any] = {
-        "cpu_bytes_to_use": rows * BYTES,
-        "chunk_bytes": BYTES,
-        "identity": {"model": "m"},
-        # A slow disk makes no misses, nor does closing give up what is to be written there.
-        "deadline_s": TOO_LONG,
-        "max_wait_s": TOO_LONG,
-        "shutdown_timeout_s": PATIENCE,
-    }
     # A few chunks at a time: what waits goes on only when somebody goes on.
-    config["write_queue_bytes"] = 8 * BYTES
-    return KVStoreManager({**config, "tiers": tiers}, **more)
+    config = small(folder or Path(), rows, 512 if folder else 0, write_queue_bytes=8 * CHUNK)
+    return KVStoreManager(config, **more)
 
 
 def store(manager: KVStoreManager, keys: list[bytes], *who: Any) -> list[bytes]:
