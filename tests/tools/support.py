@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import contextlib
 import io
+import json
 import os
 import pty
 import subprocess
 import sys
+from typing import Any
 
 from kvstore.tools.cli import main
 from tests.patience import PATIENCE
 
-__all__ = ["command", "in_a_process", "on_terminal"]
+__all__ = ["command", "error_of", "in_a_process", "json_of", "on_terminal", "run"]
 
 
 def command(*arguments: str) -> subprocess.CompletedProcess[str]:
@@ -24,6 +26,25 @@ def command(*arguments: str) -> subprocess.CompletedProcess[str]:
         except SystemExit as ended:
             status = int(ended.code or 0)
     return subprocess.CompletedProcess(arguments, status, out.getvalue(), err.getvalue())
+
+
+def run(*arguments: object, status: int = 0) -> str:
+    """Run `kvstore`, which has to end with `status`; returns its output."""
+    done = command(*map(str, arguments))
+    assert done.returncode == status, done.stdout + done.stderr
+    return done.stdout
+
+
+def json_of(*arguments: object, status: int = 0) -> Any:
+    """The same with ``--json``; returns what is told."""
+    return json.loads(run(*arguments, "--json", status=status))
+
+
+def error_of(*arguments: object, status: int = 2) -> str:
+    """Run `kvstore`, which has to end with `status`; returns what it says on standard error."""
+    done = command(*map(str, arguments))
+    assert done.returncode == status, done.stdout + done.stderr
+    return done.stderr
 
 
 def in_a_process(

@@ -20,6 +20,7 @@ from kvstore.config import Config
 from kvstore.simulation import read_trace
 from kvstore.tools import advise
 from kvstore.tools.cli import main
+from tests.tools.support import error_of, json_of, run
 
 CHUNK = 4096
 
@@ -40,9 +41,8 @@ def conversations(path: Path, *, users: int = 60, turns: int = 6, seed: int = 3)
     return path
 
 
-def told(capsys: pytest.CaptureFixture[str], *arguments: object) -> Any:
-    assert main(["advise", *map(str, arguments), "--json"]) == 0
-    return json.loads(capsys.readouterr().out)
+def told(*arguments: object) -> Any:
+    return json_of("advise", *arguments)
 
 
 @pytest.fixture
@@ -52,10 +52,10 @@ def trace(tmp_path: Path) -> Path:
 
 @pytest.mark.parametrize("costs", [(), ("--compute-ms", 10, "--read-ms", 2)], ids=["", "costs"])
 async def test_a_real_store_hits_as_often_as_was_said(
-    trace: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], costs: tuple[object, ...]
+    trace: Path, tmp_path: Path, costs: tuple[object, ...]
 ) -> None:
     options = ["--chunk-bytes", CHUNK, "--host", "15%", "--disk", "50%", *costs]
-    advice = told(capsys, trace, *options)
+    advice = told(trace, *options)
     (tier,) = advice["config"]["tiers"]
     config = {
         **advice["config"],
@@ -79,16 +79,14 @@ async def test_a_real_store_hits_as_often_as_was_said(
 def test_what_it_prints_can_be_put_into_a_file(
     trace: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert main(["advise", str(trace), "--chunk-bytes", "2MiB", "--host", "10%"]) == 0
-    text = capsys.readouterr().out
+    text = run("advise", trace, "--chunk-bytes", "2MiB", "--host", "10%")
     values = tomllib.loads(text[text.index("chunk_bytes =") :])
     assert Config.from_mapping(values).cpu_bytes_to_use == values["cpu_bytes_to_use"]
     assert "A disk pays where a chunk is read sooner than it is computed" in text
     (marked,) = (line for line in text.splitlines() if re.match(r"\* +\d", line))
     assert f"{round(values['cpu_bytes_to_use'] / 2**20)}" in marked
     for more in ((), ("--disk", "0")):
-        assert main(["advise", str(trace), "--chunk-bytes", "2MiB", *more]) == 0
-        text = capsys.readouterr().out
+        text = run("advise", trace, "--chunk-bytes", "2MiB", *more)
         (tmp_path / "advised.toml").write_text(text[text.index("chunk_bytes =") :])
         assert main(["config", "check", str(tmp_path / "advised.toml")]) in (0, 1)
         assert "kvstore: " not in capsys.readouterr().err
@@ -96,10 +94,8 @@ def test_what_it_prints_can_be_put_into_a_file(
         assert more == () or "whole_stores = true" in config
 
 
-def test_a_disk_that_reads_slower_than_the_server_computes_does_not_pay(
-    trace: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    advice = told(capsys, trace, "--host", "5%", "--compute-ms", 1, "--read-ms", 2.5)
+def test_a_disk_that_reads_slower_than_the_server_computes_does_not_pay(trace: Path) -> None:
+    advice = told(trace, "--host", "5%", "--compute-ms", 1, "--read-ms", 2.5)
     assert advice["best"]["disk_chunks"] == 0
     assert (
         "A disk does not pay: reading a chunk takes 2.5 ms, and computing it 1 ms."
@@ -124,57 +120,46 @@ def repeated(path: Path, *, again: int, others: int, times: int) -> Path:
     return path
 
 
-def test_whether_a_disk_pays_is_told_by_where_the_hits_lie(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_whether_a_disk_pays_is_told_by_where_the_hits_lie(tmp_path: Path) -> None:
     # Hits are the first chunks of long prompts, which are computed sooner than they are read.
     shallow = repeated(tmp_path / "shallow", again=10, others=90, times=3)
     costs = ("--host", 105, "--disk", 10_000, "--read-ms", 2, "--compute-ms")
-    advice = told(capsys, shallow, *costs, "1,5@100")
+    advice = told(shallow, *costs, "1,5@100")
     assert advice["best"]["disk_chunks"] == 0
     assert advice["best"]["saved_s"] >= 0
     # Hits are long prompts among many short ones, which alone are computed sooner.
     deep = repeated(tmp_path / "deep", again=100, others=300, times=3)
-    advice = told(capsys, deep, *costs, "0.5,5@100")
+    advice = told(deep, *costs, "0.5,5@100")
     assert advice["best"]["disk_chunks"] > 0
     assert advice["best"]["saved_s"] == max(each["saved_s"] for each in advice["tried"][1:])
     assert advice["deeper_s"] == pytest.approx(0.000045)
 
 
-def test_a_disk_below_memory_that_holds_all_does_not_pay(
-    trace: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    advice = told(capsys, trace, "--host", "100%")
+def test_a_disk_below_memory_that_holds_all_does_not_pay(trace: Path) -> None:
+    advice = told(trace, "--host", "100%")
     assert advice["best"]["disk_chunks"] == 0
     assert any("A disk does not pay: at best it brings" in one for one in advice["advice"])
     assert any("hold all that is asked for again" in one for one in advice["advice"])
 
 
-def test_no_more_disk_is_advised_than_brings_hits(
-    trace: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_no_more_disk_is_advised_than_brings_hits(trace: Path) -> None:
     unique = read_trace(trace).unique
-    advice = told(capsys, trace, "--host", "5%", "--disk", 8 * unique)
+    advice = told(trace, "--host", "5%", "--disk", 8 * unique)
     assert 0 < advice["best"]["disk_chunks"] <= unique
     assert max(one["disk_chunks"] for one in advice["tried"]) <= unique
-    little = told(capsys, trace, "--host", "5%", "--disk", unique // 8)
+    little = told(trace, "--host", "5%", "--disk", unique // 8)
     assert "More disk than there is would bring more hits." in little["advice"]
 
 
-def test_seconds_are_those_of_hits_less_those_of_reads(
-    trace: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    for one in told(capsys, trace, "--compute-ms", 10, "--read-ms", 4)["tried"]:
+def test_seconds_are_those_of_hits_less_those_of_reads(trace: Path) -> None:
+    for one in told(trace, "--compute-ms", 10, "--read-ms", 4)["tried"]:
         hits = one["host_hits"] + one["disk_hits"]
         assert one["saved_s"] == pytest.approx(0.01 * hits - 0.004 * one["disk_hits"])
 
 
-def test_without_the_size_of_a_chunk_there_is_no_configuration(
-    trace: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert told(capsys, trace)["config"] is None
-    assert main(["advise", str(trace)]) == 0
-    assert "cpu_bytes_to_use" not in capsys.readouterr().out
+def test_without_the_size_of_a_chunk_there_is_no_configuration(trace: Path) -> None:
+    assert told(trace)["config"] is None
+    assert "cpu_bytes_to_use" not in run("advise", trace)
 
 
 @contextmanager
@@ -204,11 +189,11 @@ vllm:kvstore_tier_seconds_per_chunk{engine="0",tier="disk"} 0.003
 """
 
 
-def test_a_server_tells_what_chunks_cost(trace: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_server_tells_what_chunks_cost(trace: Path) -> None:
     with served(METRICS) as url:
-        alone = told(capsys, url)
-        beside = told(capsys, trace, "--server", url)
-        given = told(capsys, trace, "--server", url, "--read-ms", 20)
+        alone = told(url)
+        beside = told(trace, "--server", url)
+        given = told(trace, "--server", url, "--read-ms", 20)
     assert (alone["compute_s"], alone["read_s"]) == (0.012, 0.003)
     assert alone["advice"][0] == ("A disk pays: a chunk is computed in 12 ms, and read in 3 ms.")
     assert f"kvstore advise FILE --server {url}" in alone["advice"][1]
@@ -216,57 +201,49 @@ def test_a_server_tells_what_chunks_cost(trace: Path, capsys: pytest.CaptureFixt
     assert given["best"]["disk_chunks"] == 0
 
 
-def test_a_server_that_has_done_little_says_so(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_server_that_has_done_little_says_so() -> None:
     with served("vllm:kvstore_hits_total 0\n") as url:
-        assert "not yet computed and read enough" in told(capsys, url)["advice"][0]
+        assert "not yet computed and read enough" in told(url)["advice"][0]
 
 
-def test_what_is_never_asked_for_again_needs_no_cache(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_what_is_never_asked_for_again_needs_no_cache(tmp_path: Path) -> None:
     path = tmp_path / "once.jsonl"
     lines = [json.dumps({"timestamp": n, "hash_ids": [3 * n, 3 * n + 1]}) for n in range(50)]
     path.write_text("\n".join(lines))
-    advice = told(capsys, path)
+    advice = told(path)
     assert advice["advice"] == ["Nothing is asked for again: no cache helps, of any size."]
-    assert main(["advise", str(path)]) == 0
+    run("advise", path)
 
 
-def test_prompts_larger_than_host_memory_are_told_of(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_prompts_larger_than_host_memory_are_told_of(tmp_path: Path) -> None:
     path = tmp_path / "long.jsonl"
     line = json.dumps({"timestamp": 1, "hash_ids": list(range(100))})
     path.write_text("\n".join([line] * 20))
-    advice = told(capsys, path, "--host", 10)
+    advice = told(path, "--host", 10)
     assert any(
         "The longest prompt has 100 chunks, more than host" in one for one in advice["advice"]
     )
     assert not any("-" in one for one in advice["advice"] if "brings" in one), "no gain below 0"
 
 
-def test_of_a_sample_the_whole_is_told(
-    trace: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_of_a_sample_the_whole_is_told(trace: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     costs = ("--host", "30%", "--compute-ms", 10, "--read-ms", 1)
     monkeypatch.setattr(advise, "PROMPTS", 1)
-    whole = told(capsys, trace, *costs)
+    whole = told(trace, *costs)
     monkeypatch.setattr(advise, "REPLAYED", read_trace(trace).accesses // 2)
-    part = told(capsys, trace, *costs)
+    part = told(trace, *costs)
     assert part["trace"]["sample"]["accesses"] < 0.8 * whole["trace"]["accesses"]
     for name in ("saved_s", "accesses"):
         assert part["tried"][0][name] == pytest.approx(whole["tried"][0][name], rel=0.25)
     # Of a memory that holds few prompts the sample's would hold none; of one conversation, as well.
     monkeypatch.setattr(advise, "PROMPTS", 8)
-    assert told(capsys, trace, "--host", "5%")["trace"].get("sample") is None
+    assert told(trace, "--host", "5%")["trace"].get("sample") is None
     one = conversations(trace, users=1, turns=200)
     monkeypatch.setattr(advise, "REPLAYED", 400)
-    assert told(capsys, one, "--host", "90%")["best"]["hit_ratio"] > 0.1
+    assert told(one, "--host", "90%")["best"]["hit_ratio"] > 0.1
 
 
-def test_of_several_engines_the_mean_counts_and_of_tiers_the_disk(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_of_several_engines_the_mean_counts_and_of_tiers_the_disk() -> None:
     engines = """\
 vllm:kvstore_compute_seconds_per_chunk{engine="0"} 0.012
 vllm:kvstore_compute_seconds_per_chunk{engine="1"} 0.004
@@ -275,7 +252,7 @@ vllm:kvstore_tier_seconds_per_chunk{engine="0",tier="disk"} 0.015
 vllm:kvstore_tier_seconds_per_chunk{engine="0",tier="remote"} 0.001
 """
     with served(engines) as url:
-        found = told(capsys, url)
+        found = told(url)
     assert (found["compute_s"], found["read_s"]) == (pytest.approx(0.008), 0.015)
     assert found["advice"][0].startswith("A disk does not pay")
 
@@ -289,17 +266,12 @@ vllm:kvstore_tier_seconds_per_chunk{engine="0",tier="remote"} 0.001
     ],
     ids=str,
 )
-def test_bad_input_is_named(
-    trace: Path, capsys: pytest.CaptureFixture[str], arguments: tuple[str, ...], message: str
-) -> None:
-    assert main(["advise", str(trace), *arguments]) == 2
-    assert message in capsys.readouterr().err
+def test_bad_input_is_named(trace: Path, arguments: tuple[str, ...], message: str) -> None:
+    assert message in error_of("advise", trace, *arguments)
 
 
-def test_milliseconds_have_to_be_some(trace: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit):
-        main(["advise", str(trace), "--compute-ms", "0"])
-    assert "must be milliseconds, a number above 0" in capsys.readouterr().err
-    with pytest.raises(SystemExit):
-        main(["advise", str(trace), "--limit", "x"])
-    assert "argument --limit: must be a whole number, 1 at least" in capsys.readouterr().err
+def test_milliseconds_have_to_be_some(trace: Path) -> None:
+    said = error_of("advise", trace, "--compute-ms", "0")
+    assert "must be milliseconds, a number above 0" in said
+    said = error_of("advise", trace, "--limit", "x")
+    assert "argument --limit: must be a whole number, 1 at least" in said

@@ -23,6 +23,7 @@ from kvstore.errors import KVStoreError, PathUnusableError
 from kvstore.gate import Gate
 from kvstore.maintenance import bundle, survey
 from kvstore.maintenance.bundle import (
+    Place,
     export_bundle,
     import_bundle,
     places_of,
@@ -34,7 +35,7 @@ from kvstore.tiers.disk.epoch import raise_epoch
 from kvstore.tiers.disk.namespace import FILE_NAME
 from tests.patience import PATIENCE
 from tests.store.support import CHUNK, contents, keys_of, payloads, small
-from tests.tools.support import command, in_a_process
+from tests.tools.support import command, error_of, in_a_process, json_of, run
 
 KEYS = keys_of("prompt", 20)
 
@@ -50,16 +51,35 @@ async def fill(path: Path, keys: list[bytes] = KEYS, model: str = "one") -> Path
     return namespace
 
 
+def damage(place: Place) -> None:
+    with place.path.open("r+b") as segment:
+        segment.seek(place.offset)
+        segment.write(b"damage")
+
+
+def two_keys(tmp_path: Path) -> list[Path]:
+    """The files of two keys."""
+    paths = [tmp_path / "keys", tmp_path / "others"]
+    for number, path in enumerate(paths):
+        path.write_text(f'"*" = "{bytes([number] * 32).hex()}"\n')
+        path.chmod(0o600)
+    return paths
+
+
+async def exported(tmp_path: Path) -> Path:
+    """A bundle of a cache that lies in `here`."""
+    await fill(tmp_path / "here")
+    file = tmp_path / "bundle.safetensors"
+    run("export", tmp_path / "here", file)
+    return file
+
+
 async def test_what_is_exported_is_found_where_it_is_imported(tmp_path: Path) -> None:
     namespace = await fill(tmp_path / "here")
     file = tmp_path / "bundle.safetensors"
-    done = command("export", str(tmp_path / "here"), str(file))
-    assert done.returncode == 0, done.stderr
-    assert "20 chunks, 80.0 KiB" in done.stdout
+    assert "20 chunks, 80.0 KiB" in run("export", tmp_path / "here", file)
     assert file.stat().st_mode & 0o777 == 0o600
-    done = command("import", str(file), str(tmp_path / "there"))
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert f"{namespace.name}: has 20 of 20 chunks now" in done.stdout
+    assert f"{namespace.name}: has 20 of 20 chunks now" in run("import", file, tmp_path / "there")
     # The server that comes finds them under the name that it makes itself.
     async with kvstore.open(settings(tmp_path / "there")) as store:
         assert await store.resolve(KEYS) == 8, "what host memory holds"
@@ -71,9 +91,7 @@ async def test_what_is_exported_is_found_where_it_is_imported(tmp_path: Path) ->
 
 
 async def test_a_bundle_is_a_safetensors_file_with_its_identity(tmp_path: Path) -> None:
-    await fill(tmp_path / "here")
-    file = tmp_path / "bundle.safetensors"
-    assert command("export", str(tmp_path / "here"), str(file)).returncode == 0
+    file = await exported(tmp_path)
     arrays = load_file(str(file))
     assert {bytes.fromhex(name): array.tobytes() for name, array in arrays.items()} == dict(
         zip(KEYS, payloads(KEYS), strict=True)
@@ -91,9 +109,7 @@ async def test_of_two_copies_a_whole_one_is_exported_and_shown(tmp_path: Path) -
     found = places_of(the_namespace(here))
     assert all(place.older is not None for place in found.values())
     place = found[KEYS[0]]
-    with open(place.path, "r+b") as file:
-        file.seek(place.offset)
-        file.write(b"damage")
+    damage(place)
     file_of = tmp_path / "bundle.safetensors"
     done = export_bundle(here, file_of)
     assert (done.chunks, done.faults) == (len(KEYS), [])
@@ -107,16 +123,14 @@ async def test_some_keys_may_be_named_and_a_file_is_not_replaced_unasked(tmp_pat
     await fill(tmp_path / "here")
     file = tmp_path / "bundle.safetensors"
     named = [word for key in KEYS[3:5] for word in ("--key", key.hex())]
-    assert command("export", str(tmp_path / "here"), str(file), *named).returncode == 0
+    run("export", tmp_path / "here", file, *named)
     assert set(load_file(str(file))) == {key.hex() for key in KEYS[3:5]}
-    again = command("export", str(tmp_path / "here"), str(file))
-    assert again.returncode == 2
-    assert "exists: remove it, or say --force" in again.stderr
-    assert command("export", str(tmp_path / "here"), str(file), "--force").returncode == 0
+    assert "exists: remove it, or say --force" in error_of("export", tmp_path / "here", file)
+    run("export", tmp_path / "here", file, "--force")
     assert len(load_file(str(file))) == 20
-    lost = command("export", str(tmp_path / "here"), str(tmp_path / "x"), "--key", "00ff")
-    assert lost.returncode == 2
-    assert "1 keys are not there, such as 00ff" in lost.stderr
+    assert "1 keys are not there, such as 00ff" in error_of(
+        "export", tmp_path / "here", tmp_path / "x", "--key", "00ff"
+    )
     assert {one.name for one in tmp_path.iterdir()} == {"here", "bundle.safetensors"}
 
 
@@ -141,7 +155,7 @@ async def test_what_a_reset_forgot_is_not_exported_beside_the_server(tmp_path: P
         assert (done.returncode, file.exists()) == (2, False)
         assert "holds no chunk to export" in done.stderr
         assert await store.put(KEYS[:2], payloads(KEYS[:2]), durable=True) == 2
-        assert command("export", str(tmp_path / "here"), str(file)).returncode == 0
+        run("export", tmp_path / "here", file)
         assert set(load_file(str(file))) == {key.hex() for key in KEYS[:2]}
 
 
@@ -149,9 +163,7 @@ async def test_what_a_reset_forgot_is_not_exported_beside_the_server(tmp_path: P
 async def test_of_what_no_server_would_open_there_is_no_bundle(tmp_path: Path, name: str) -> None:
     """Nobody could import it, or tell which of its chunks are right."""
     (await fill(tmp_path / "here") / name).write_text("rubbish")
-    done = command("export", str(tmp_path / "here"), str(tmp_path / "bundle"))
-    assert done.returncode == 2
-    assert name in done.stderr
+    assert name in error_of("export", tmp_path / "here", tmp_path / "bundle")
     assert [one.name for one in tmp_path.iterdir()] == ["here"]
 
 
@@ -167,9 +179,7 @@ async def test_where_its_epoch_is_lost_nothing_is_taken_for_right(tmp_path: Path
         ["export", str(namespace), str(tmp_path / "b")],
         ["show", str(namespace), KEYS[1].hex()],
     ):
-        done = command(*act)
-        assert done.returncode == 2
-        assert "epoch" in done.stderr
+        assert "epoch" in error_of(*act)
     assert not (tmp_path / "b").exists()
 
 
@@ -190,14 +200,12 @@ async def test_what_it_is_of_is_known_although_it_could_not_be_read_at_first(
 async def test_an_import_displaces_nothing_that_is_there(tmp_path: Path) -> None:
     """Neither in its own namespace nor in others of the path, whose lanes nobody uses."""
     more = keys_of("more", 60)
-    await fill(tmp_path / "here")
-    file = tmp_path / "bundle.safetensors"
-    assert command("export", str(tmp_path / "here"), str(file)).returncode == 0
+    file = await exported(tmp_path)
     await fill(tmp_path / "there", more)
     await fill(tmp_path / "there", more[:30], "other")
     for lane in (tmp_path / "there").glob("*/lane-*/lock"):
         os.utime(lane, (1, 1))
-    assert command("import", str(file), str(tmp_path / "there")).returncode == 0
+    run("import", file, tmp_path / "there")
     async with kvstore.open(settings(tmp_path / "there")) as store:
         assert store.contains([*more, *KEYS]) == [True] * (len(more) + len(KEYS))
     async with kvstore.open(settings(tmp_path / "there", "other")) as store:
@@ -206,14 +214,12 @@ async def test_an_import_displaces_nothing_that_is_there(tmp_path: Path) -> None
 
 @pytest.mark.parametrize("odd", ["a link to itself", "segments cut short", "a small capacity"])
 async def test_an_import_displaces_nothing_where_something_is_odd(tmp_path: Path, odd: str) -> None:
-    here, there, file = tmp_path / "here", tmp_path / "there", tmp_path / "bundle"
-    await fill(here)
-    assert command("export", str(here), str(file)).returncode == 0
+    file, there = await exported(tmp_path), tmp_path / "there"
     more = keys_of("more", 60)
     namespace = await fill(there, more)
     if odd == "a link to itself":
         (there / "loop").symlink_to("loop")
-        assert command("verify", str(there)).returncode == 0
+        run("verify", there)
     elif odd == "segments cut short":
         for path in sorted(namespace.rglob("segment-*"))[:2]:
             os.truncate(path, path.stat().st_size // 4)
@@ -231,9 +237,7 @@ async def test_an_import_displaces_nothing_where_something_is_odd(tmp_path: Path
 async def test_an_import_does_not_guess_how_much_is_there(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    here, there, file = tmp_path / "here", tmp_path / "there", tmp_path / "bundle"
-    await fill(here)
-    export_bundle(here, file)
+    file, there = await exported(tmp_path), tmp_path / "there"
     namespace = await fill(there, keys_of("more", 60))
     real = survey._holds_namespace
 
@@ -252,9 +256,7 @@ async def test_an_import_into_less_than_is_there_removes_no_free_lane(
     tmp_path: Path, model: str
 ) -> None:
     lanes, model = 1 + (model == "one"), model.replace("a lane", "one")
-    here, there, file = tmp_path / "here", tmp_path / "there", tmp_path / "bundle"
-    await fill(here)
-    export_bundle(here, file)
+    file, there = await exported(tmp_path), tmp_path / "there"
     more = keys_of("more", 60)
     await fill(there, more, model)
     if lanes == 2:
@@ -280,9 +282,7 @@ async def test_an_import_into_less_than_is_there_removes_no_free_lane(
 
 
 async def test_an_import_fills_the_slots_that_are_free_in_its_lane(tmp_path: Path) -> None:
-    await fill(tmp_path / "here")
-    file, there = tmp_path / "bundle", tmp_path / "there"
-    export_bundle(tmp_path / "here", file)
+    file, there = await exported(tmp_path), tmp_path / "there"
     capacity = 2**20
     assert import_bundle(file, there, capacity_bytes=capacity).stored == len(KEYS)
     held = sum(path.stat().st_size for path in there.rglob("*") if path.is_file())
@@ -327,9 +327,7 @@ async def test_an_import_mends_a_chunk_of_which_any_copy_is_damaged(tmp_path: Pa
 
 
 async def test_a_capacity_counts_only_lanes_that_hold_something(tmp_path: Path) -> None:
-    await fill(tmp_path / "here")
-    file, there = tmp_path / "bundle", tmp_path / "there"
-    export_bundle(tmp_path / "here", file)
+    file, there = await exported(tmp_path), tmp_path / "there"
     with pytest.raises(KVStoreError, match=r"4096 bytes hold no segment: give at least \d+"):
         import_bundle(file, there, capacity_bytes=4096)
     assert not there.exists()
@@ -359,10 +357,10 @@ async def test_an_import_into_smaller_segments_displaces_nothing(tmp_path: Path)
 @pytest.mark.parametrize("below", [".", "lane-0"])
 async def test_a_namespace_is_no_place_for_another_one(tmp_path: Path, below: str) -> None:
     namespace, file = await fill(tmp_path / "here"), tmp_path / "bundle"
-    assert command("export", str(namespace), str(file)).returncode == 0
-    done = command("import", str(file), str(namespace / below))
-    assert done.returncode == 2
-    assert "a namespace: give the folder that it is in" in done.stderr
+    run("export", namespace, file)
+    assert "a namespace: give the folder that it is in" in error_of(
+        "import", file, namespace / below
+    )
 
 
 async def test_what_is_no_file_of_its_own_is_not_replaced_by_a_bundle(tmp_path: Path) -> None:
@@ -401,10 +399,7 @@ async def test_what_killed_exports_have_left_is_removed(tmp_path: Path) -> None:
 
 
 async def test_a_chunk_whose_key_is_not_known_is_not_called_damaged(tmp_path: Path) -> None:
-    secrets, others = tmp_path / "keys", tmp_path / "others"
-    for number, path in enumerate((secrets, others)):
-        path.write_text(f'"*" = "{bytes([number] * 32).hex()}"\n')
-        path.chmod(0o600)
+    secrets, others = two_keys(tmp_path)
     config = settings(tmp_path / "here") | {"encryption_keys": str(secrets), "tenants": {}}
     async with kvstore.open(config) as store:
         await store.put([b"key"], [bytes(CHUNK)], durable=True)
@@ -415,11 +410,9 @@ async def test_a_chunk_whose_key_is_not_known_is_not_called_damaged(tmp_path: Pa
 
 
 async def test_of_two_copies_that_is_shown_which_the_keys_open(tmp_path: Path) -> None:
-    secrets = [tmp_path / "keys", tmp_path / "others"]
+    secrets = two_keys(tmp_path)
     with contextlib.ExitStack() as stores:
-        for number, path in enumerate(secrets):
-            path.write_text(f'"*" = "{bytes([number] * 32).hex()}"\n')
-            path.chmod(0o600)
+        for path in secrets:
             config = settings(tmp_path / "here") | {"encryption_keys": str(path)}
             store = stores.enter_context(kvstore.open_sync(config))
             assert store.put([b"key"], [bytes(CHUNK)], durable=True) == 1
@@ -429,10 +422,7 @@ async def test_of_two_copies_that_is_shown_which_the_keys_open(tmp_path: Path) -
 
 
 async def test_with_keys_an_export_takes_the_copy_that_is_whole(tmp_path: Path) -> None:
-    secrets, others = tmp_path / "keys", tmp_path / "others"
-    for number, path in enumerate((secrets, others)):
-        path.write_text(f'"*" = "{bytes([number] * 32).hex()}"\n')
-        path.chmod(0o600)
+    secrets, others = two_keys(tmp_path)
     here, file, key = tmp_path / "here", tmp_path / "bundle", b"key"
     config = settings(here) | {"encryption_keys": str(secrets)}
     with kvstore.open_sync(config) as one, kvstore.open_sync(config) as two:
@@ -440,9 +430,7 @@ async def test_with_keys_an_export_takes_the_copy_that_is_whole(tmp_path: Path) 
             assert store.put([key], [bytes(CHUNK)], durable=True) == 1
     namespace = the_namespace(here)
     newest = places_of(namespace)[key]
-    with newest.path.open("r+b") as segment:
-        segment.seek(newest.offset)
-        segment.write(b"damage")
+    damage(newest)
     export = ["export", str(here), str(file), "--force"]
     for given, told in [
         ([], "1 chunk encrypted: read, but not checked; see --keys"),
@@ -462,9 +450,7 @@ async def test_with_keys_an_export_takes_the_copy_that_is_whole(tmp_path: Path) 
     assert (told_in.faults, told_in.stored) == ([], 1)
     second = newest.older
     assert second is not None
-    with second.path.open("r+b") as segment:
-        segment.seek(second.offset)
-        segment.write(b"damage")
+    damage(second)
     with pytest.raises(KVStoreError, match="holds no whole chunk to export"):
         export_bundle(here, file, replace=True, encryption_keys=str(secrets))
 
@@ -485,15 +471,13 @@ async def test_a_namespace_is_known_by_its_name_wherever_one_is(
 async def test_what_is_damaged_there_is_stored_anew(tmp_path: Path) -> None:
     namespace = await fill(tmp_path / "here")
     file = tmp_path / "bundle.safetensors"
-    assert command("export", str(tmp_path / "here"), str(file)).returncode == 0
+    run("export", tmp_path / "here", file)
     place = places_of(the_namespace(tmp_path / "here"))[KEYS[1]]
-    with place.path.open("r+b") as segment:
-        segment.seek(place.offset)
-        segment.write(b"rotten")
-    done = command("import", str(file), str(tmp_path / "here"))
-    assert done.returncode == 0
-    assert f"{namespace.name}: has 20 of 20 chunks now, 19 of them before" in done.stdout
-    assert command("verify", str(tmp_path / "here")).returncode == 0
+    damage(place)
+    assert f"{namespace.name}: has 20 of 20 chunks now, 19 of them before" in run(
+        "import", file, tmp_path / "here"
+    )
+    run("verify", tmp_path / "here")
     async with kvstore.open(settings(tmp_path / "here")) as store:
         assert await contents(store, KEYS[:3]) == payloads(KEYS[:3])
 
@@ -528,7 +512,7 @@ async def test_chunks_of_a_server_that_was_not_reset_are_not_mixed_in(tmp_path: 
         await after.reset()
         assert await before.put(KEYS[:3], payloads(KEYS[:3]), durable=True) == 3
         assert await after.put(KEYS[3:5], payloads(KEYS[3:5]), durable=True) == 2
-        assert command("export", str(tmp_path / "here"), str(file)).returncode == 0
+        run("export", tmp_path / "here", file)
         assert set(load_file(str(file))) == {key.hex() for key in KEYS[3:5]}
 
 
@@ -538,8 +522,7 @@ async def test_only_what_was_used_of_late_may_be_asked_for(tmp_path: Path) -> No
     await asyncio.sleep(2.5)
     async with kvstore.open(settings(tmp_path / "here")) as store:
         assert len(await contents(store, KEYS[:3])) == 3
-    done = command("export", str(tmp_path / "here"), str(file), "--used", "2s")
-    assert done.returncode == 0, done.stderr
+    run("export", tmp_path / "here", file, "--used", "2s")
     assert set(load_file(str(file))) == {key.hex() for key in KEYS[:3]}
     assert (
         "holds no chunk to export"
@@ -560,74 +543,58 @@ async def test_a_damaged_chunk_is_left_out_and_the_file_stays_whole(tmp_path: Pa
         changed.seek(at)
         changed.write(b"damage")
     file = tmp_path / "bundle.safetensors"
-    done = command("export", str(namespace), str(file), "--json")
-    assert done.returncode == 1
-    told = json.loads(done.stdout)
+    told = json_of("export", namespace, file, status=1)
     assert told["chunks"] == 19
     assert [fault["key"] for fault in told["faults"]] == [KEYS[2].hex()]
     assert set(load_file(str(file))) == {key.hex() for key in KEYS} - {KEYS[2].hex()}
-    done = command("show", str(namespace), KEYS[2].hex())
-    assert done.returncode == 1
-    assert "WRONG payload does not match its digest" in done.stdout
+    assert "WRONG payload does not match its digest" in run(
+        "show", namespace, KEYS[2].hex(), status=1
+    )
 
 
 async def test_what_was_changed_in_a_bundle_is_not_imported(tmp_path: Path) -> None:
-    await fill(tmp_path / "here")
-    file = tmp_path / "bundle.safetensors"
-    assert command("export", str(tmp_path / "here"), str(file)).returncode == 0
+    file = await exported(tmp_path)
     raw = bytearray(file.read_bytes())
     raw[raw.index(payloads(KEYS)[5])] ^= 1
     file.write_bytes(raw)
-    done = command("import", str(file), str(tmp_path / "there"))
-    assert done.returncode == 1
-    assert f"payload does not match its digest (key {KEYS[5].hex()})" in done.stdout
-    assert "has 19 of 20 chunks now" in done.stdout
+    said = run("import", file, tmp_path / "there", status=1)
+    assert f"payload does not match its digest (key {KEYS[5].hex()})" in said
+    assert "has 19 of 20 chunks now" in said
     async with kvstore.open(settings(tmp_path / "there")) as store:
         assert store.contains_prefix(KEYS) == 5
         assert await contents(store, KEYS[6:10]) == payloads(KEYS[6:10])
 
 
 async def test_an_import_tells_what_is_there_in_the_end(tmp_path: Path) -> None:
-    await fill(tmp_path / "here")
-    file, there = tmp_path / "bundle.safetensors", str(tmp_path / "there")
-    assert command("export", str(tmp_path / "here"), str(file)).returncode == 0
+    file, there = await exported(tmp_path), tmp_path / "there"
     # Segments are as large as where it is from: 18 chunks, and one of them fits.
-    done = command("import", str(file), there, "--capacity", "100KiB")
-    assert done.returncode == 1
-    assert "has 18 of 20 chunks now" in done.stdout
-    assert "its lane holds no more" in done.stdout
-    done = command("import", str(file), there)
-    assert done.returncode == 0, done.stdout
-    assert "has 20 of 20 chunks now, 18 of them before" in done.stdout
-    done = command("import", str(file), there, "--json")
-    told = json.loads(done.stdout)
+    said = run("import", file, there, "--capacity", "100KiB", status=1)
+    assert "has 18 of 20 chunks now" in said
+    assert "its lane holds no more" in said
+    assert "has 20 of 20 chunks now, 18 of them before" in run("import", file, there)
+    told = json_of("import", file, there)
     assert (told["chunks"], told["there"], told["stored"]) == (20, 20, 20)
 
 
 async def test_a_folder_that_others_may_write_to_takes_an_import_where_it_is_told_so(
     tmp_path: Path,
 ) -> None:
-    await fill(tmp_path / "here")
-    file, folder = tmp_path / "bundle.safetensors", tmp_path / "shared"
-    assert command("export", str(tmp_path / "here"), str(file)).returncode == 0
+    file, folder = await exported(tmp_path), tmp_path / "shared"
     folder.mkdir()
     folder.chmod(0o777)
-    assert command("import", str(file), str(folder)).returncode == 2
+    error_of("import", file, folder)
     done = command("import", str(file), str(folder), "--no-strict-modes")
     assert (done.returncode, "has 20 of 20 chunks now" in done.stdout) == (0, True)
 
 
 async def test_a_bundle_that_was_cut_short_is_called_that_once(tmp_path: Path) -> None:
-    await fill(tmp_path / "here")
-    file = tmp_path / "bundle.safetensors"
-    assert command("export", str(tmp_path / "here"), str(file)).returncode == 0
+    file = await exported(tmp_path)
     size = file.stat().st_size
     os.truncate(file, size - 3 * CHUNK)
-    done = command("import", str(file), str(tmp_path / "there"))
-    assert done.returncode == 1
-    assert done.stdout.count("WRONG") == 1
-    assert f"the bundle is cut short: {size - 3 * CHUNK} of {size} bytes" in done.stdout
-    assert "has 17 of 20 chunks now" in done.stdout
+    said = run("import", file, tmp_path / "there", status=1)
+    assert said.count("WRONG") == 1
+    assert f"the bundle is cut short: {size - 3 * CHUNK} of {size} bytes" in said
+    assert "has 17 of 20 chunks now" in said
 
 
 def header(offsets: list[int], version: int, epoch: int = 0) -> bytes:
@@ -659,9 +626,7 @@ def header(offsets: list[int], version: int, epoch: int = 0) -> bytes:
 def test_what_is_no_bundle_is_refused(tmp_path: Path, content: bytes, what: str) -> None:
     file = tmp_path / "file"
     file.write_bytes(content)
-    done = command("import", str(file), str(tmp_path / "there"))
-    assert done.returncode == 2, done.stderr
-    assert what in done.stderr
+    assert what in error_of("import", file, tmp_path / "there")
     assert not (tmp_path / "there").exists()
 
 
@@ -686,17 +651,15 @@ async def test_a_chunk_that_is_missing_where_a_lane_cannot_be_read_is_told_with_
     (folder / "lane-1").mkdir(mode=0o700)
     (folder / "lane-1" / "segment-0.safetensors").write_bytes(b"damaged")
     for what in (["show", str(folder), "ff"], ["export", str(folder), "x", "--key", "ff"]):
-        done = command(*what)
-        assert done.returncode == 2
-        assert f"ff; {folder}/lane-1/segment-0.safetensors: " in done.stderr
+        assert f"ff; {folder}/lane-1/segment-0.safetensors: " in error_of(*what)
 
 
 async def test_of_several_namespaces_one_has_to_be_named(tmp_path: Path) -> None:
     await fill(tmp_path, model="one")
     await fill(tmp_path, model="two")
-    done = command("export", str(tmp_path), str(tmp_path / "x"))
-    assert done.returncode == 2
-    assert "holds 2 namespaces: name the path of one of one-" in done.stderr
+    assert "holds 2 namespaces: name the path of one of one-" in error_of(
+        "export", tmp_path, tmp_path / "x"
+    )
 
 
 async def test_a_server_that_runs_is_exported_from_and_reads_what_is_imported(
@@ -731,9 +694,7 @@ async def test_a_chunk_is_shown_with_its_numbers(tmp_path: Path) -> None:
     text = command("show", str(tmp_path), b"key".hex(), "--dtype", "bfloat16").stdout
     assert "slot" in text
     assert "mean" in text
-    lost = command("show", str(tmp_path), "00")
-    assert lost.returncode == 2
-    assert "holds no chunk 00" in lost.stderr
+    assert "holds no chunk 00" in error_of("show", tmp_path, "00")
     for wrong in ("xyz", ""):
         assert "must be the key in hex" in command("show", str(tmp_path), wrong).stderr or not wrong
 
@@ -764,7 +725,7 @@ async def test_what_a_server_replaces_meanwhile_is_left_out_and_no_fault(
     secrets = tmp_path / "keys.toml"
     more: dict[str, Any] = {}
     if sealed:
-        assert command("keys", str(secrets), "--add", "*").returncode == 0
+        run("keys", secrets, "--add", "*")
         more = {"encryption_keys": str(secrets), "tenants": {}}
     keys = kvstore.tenant_keys("alice", keys_of("old", 32))
     new = kvstore.tenant_keys("alice", keys_of("new", 20))
@@ -795,24 +756,22 @@ async def test_what_a_server_replaces_meanwhile_is_left_out_and_no_fault(
 async def test_of_chunks_that_are_all_damaged_there_is_no_bundle(tmp_path: Path) -> None:
     namespace = await fill(tmp_path / "here")
     file = tmp_path / "bundle"
-    assert command("export", str(tmp_path / "here"), str(file)).returncode == 0
+    run("export", tmp_path / "here", file)
     whole = file.read_bytes()
     for place in places_of(the_namespace(namespace)).values():
-        with place.path.open("r+b") as segment:
-            segment.seek(place.offset)
-            segment.write(b"damage")
-    done = command("export", str(tmp_path / "here"), str(file), "--force")
-    assert done.returncode == 2
-    assert "holds no whole chunk to export: see kvstore verify" in done.stderr
+        damage(place)
+    assert "holds no whole chunk to export: see kvstore verify" in error_of(
+        "export", tmp_path / "here", file, "--force"
+    )
     assert file.read_bytes() == whole
     assert list(tmp_path.glob(".bundle*")) == []
 
 
 @pytest.mark.parametrize("age", ["9" * 400 + "d", "99999999999d", "d", "-1d"])
 def test_an_age_that_is_none_is_refused(tmp_path: Path, age: str) -> None:
-    done = command("export", str(tmp_path), str(tmp_path / "bundle"), f"--used={age}")
-    assert done.returncode == 2
-    assert "allowed are ages such as" in done.stderr
+    assert "allowed are ages such as" in error_of(
+        "export", tmp_path, tmp_path / "bundle", f"--used={age}"
+    )
 
 
 async def test_a_folder_that_cannot_be_searched_is_no_namespace_to_choose(

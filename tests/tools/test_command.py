@@ -14,7 +14,7 @@ import pytest
 import kvstore
 from kvstore.tools.cli import EXAMPLES, _parser, main
 from tests.tiers.support import flip
-from tests.tools.support import command, in_a_process, on_terminal
+from tests.tools.support import command, error_of, in_a_process, json_of, on_terminal, run
 
 CHUNK = 64 * 1024
 KEYS = [b"key-%03d" % index + b"\0\0\0\0" for index in range(30)]
@@ -48,11 +48,10 @@ def segments(cache: Path) -> list[Path]:
 
 
 def test_inspect_lists_namespaces_lanes_and_segments(cache: Path) -> None:
-    done = command("inspect", str(cache))
-    assert done.returncode == 0, done.stderr
-    assert "namespace tiny-" in done.stdout
-    assert re.search(r"lane +process +chunks .*\n +0 +- +30 +1\.9 MiB +2\.8 MiB +3 ", done.stdout)
-    assert "segment-" not in done.stdout
+    said = run("inspect", cache)
+    assert "namespace tiny-" in said
+    assert re.search(r"lane +process +chunks .*\n +0 +- +30 +1\.9 MiB +2\.8 MiB +3 ", said)
+    assert "segment-" not in said
     listed = command("inspect", str(cache), "--segments").stdout
     assert all(f"segment-{number}.safetensors" in listed for number in range(3))
 
@@ -87,9 +86,7 @@ async def test_inspect_and_verify_work_beside_the_process_that_owns_the_lane(cac
 
 
 def test_verify_reads_every_chunk(cache: Path) -> None:
-    done = command("verify", str(cache), "--json")
-    assert done.returncode == 0
-    assert json.loads(done.stdout) == {
+    assert json_of("verify", cache) == {
         "version": 1,
         "chunks": 30,
         "bytes": 30 * CHUNK,
@@ -101,9 +98,7 @@ def test_verify_reads_every_chunk(cache: Path) -> None:
 def test_verify_finds_a_flipped_byte_in_a_payload_and_names_its_key(cache: Path) -> None:
     path = segments(cache)[0]
     flip(path, path.stat().st_size - 1)
-    done = command("verify", str(cache), "--json")
-    assert done.returncode == 1
-    (fault,) = json.loads(done.stdout)["faults"]
+    (fault,) = json_of("verify", cache, status=1)["faults"]
     assert fault["path"] == str(path)
     assert bytes.fromhex(fault["key"]) in KEYS
     assert "digest" in fault["what"]
@@ -112,18 +107,14 @@ def test_verify_finds_a_flipped_byte_in_a_payload_and_names_its_key(cache: Path)
 def test_verify_and_inspect_find_a_damaged_record(cache: Path) -> None:
     flip(segments(cache)[0], 4096 + 128 + 64)
     for name in ("verify", "inspect"):
-        done = command(name, str(cache))
-        assert done.returncode == 1
-        assert "slot 1: damaged record" in done.stdout
+        assert "slot 1: damaged record" in run(name, cache, status=1)
 
 
 def test_verify_finds_a_truncated_segment(cache: Path) -> None:
     path = segments(cache)[0]
     with path.open("r+b") as handle:
         handle.truncate(path.stat().st_size // 2)
-    done = command("verify", str(cache))
-    assert done.returncode == 1
-    assert "cut short" in done.stdout
+    assert "cut short" in run("verify", cache, status=1)
 
 
 def test_verify_finds_a_damaged_header_and_a_foreign_file(cache: Path) -> None:
@@ -133,10 +124,9 @@ def test_verify_finds_a_damaged_header_and_a_foreign_file(cache: Path) -> None:
     (namespace,) = cache.glob("*/namespace.json")
     namespace.write_text("{")
     for name in ("verify", "inspect"):
-        done = command(name, str(cache))
-        assert done.returncode == 1
+        said = run(name, cache, status=1)
         for path in (first, second, namespace):
-            (line,) = (line for line in done.stdout.splitlines() if str(path) in line)
+            (line,) = (line for line in said.splitlines() if str(path) in line)
             assert line.count(str(path)) == 1, "once is enough"
 
 
@@ -147,21 +137,17 @@ def test_a_huge_claim_in_a_header_costs_no_memory(cache: Path) -> None:
     header = Header("00" * 32, "11" * 16, Geometry(2**40, 65536, 65536))
     with path.open("r+b") as handle:
         handle.write(encode_header(header))
-    assert command("verify", str(cache)).returncode == 1
+    run("verify", cache, status=1)
 
 
 @pytest.mark.parametrize("name", ["inspect", "verify"])
 def test_a_path_without_a_cache_is_a_usage_error(tmp_path: Path, name: str) -> None:
-    done = command(name, str(tmp_path / "nowhere"))
-    assert done.returncode == 2
-    assert "nowhere is not a folder" in done.stderr
-    done = command(name, str(tmp_path))
-    assert done.returncode == 2
-    assert "holds no kvstore namespace" in done.stderr
+    assert "nowhere is not a folder" in error_of(name, tmp_path / "nowhere")
+    assert "holds no kvstore namespace" in error_of(name, tmp_path)
 
 
 def test_an_unknown_command_is_a_usage_error() -> None:
-    assert command("frobnicate").returncode == 2
+    error_of("frobnicate")
 
 
 @pytest.mark.parametrize("name", EXAMPLES)
@@ -226,17 +212,14 @@ async def test_inspect_shows_the_epoch_and_compact_gives_older_chunks_back(cache
         with segment.open("r+b") as file:
             file.seek(half)
             file.write(bytes(half))
-    assert command("verify", str(cache)).returncode == 0
+    run("verify", cache)
     assert "would forget 0 chunks" in command("purge", str(cache), "--all", "--dry-run").stdout
-    done = command("compact", str(cache))
-    assert done.returncode == 0
+    run("compact", cache)
     told = json.loads(command("inspect", str(cache), "--json").stdout)["namespaces"][0]
     assert (told["epoch"], told["lanes"][0]["epoch"]) == (3, None)
     assert told["lanes"][0]["segments"] == []
     (namespace / "epoch").write_text("soon\n")
-    done = command("inspect", str(cache))
-    assert done.returncode == 1
-    assert "holds no epoch" in done.stdout
+    assert "holds no epoch" in run("inspect", cache, status=1)
 
 
 @pytest.mark.parametrize(
@@ -252,8 +235,7 @@ async def test_inspect_shows_the_epoch_and_compact_gives_older_chunks_back(cache
 def test_bash_completes_commands_and_options(
     typed: str, expected: set[str], capfd: pytest.CaptureFixture[str]
 ) -> None:
-    assert main(["completion", "bash"]) == 0
-    script = capfd.readouterr().out
+    script = run("completion", "bash")
     name = re.search(r"complete .*-F (\S+) kvstore", script)
     assert name is not None
     words = typed.split(" ")
@@ -272,13 +254,11 @@ def test_of_a_long_identity_inspect_shows_what_a_person_would_call_it(
     identity = {"model": "tiny", "weights": "w" * 200, **settings}
     with kvstore.open_sync({**config(tmp_path), "identity": identity}) as store:
         store.put(KEYS[:1], [bytes(CHUNK)])
-    assert main(["inspect", str(tmp_path)]) == 0
-    lines = capfd.readouterr().out.splitlines()
+    lines = run("inspect", tmp_path).splitlines()
     assert '  model: "tiny"' in lines
     assert any(line.startswith("  weights: ") and line.endswith("...") for line in lines)
     assert any(line.endswith("settings more: --settings lists them") for line in lines)
     assert len(lines) < 10
-    assert main(["inspect", str(tmp_path), "--settings"]) == 0
-    whole = capfd.readouterr().out
+    whole = run("inspect", tmp_path, "--settings")
     assert all(f"  config.{number}: {number}\n" in whole for number in range(60))
     assert "w" * 200 in whole

@@ -16,6 +16,7 @@ from kvstore.tools.cli import main
 from kvstore.tools.doctor import diagnose, examine
 from kvstore.tools.top import Snapshot
 from tests.store.support import keys_of, payloads, small
+from tests.tools.support import error_of, run
 from tests.tools.test_top import served
 
 PACE = {("compute_seconds_per_chunk", ""): 0.01}
@@ -138,7 +139,6 @@ def test_what_went_wrong_counts_as_a_fault(name: str, tier: str, told: str) -> N
     assert told in " ".join(found[0].advice)
 
 
-@pytest.mark.asyncio
 async def test_the_command_over_a_real_store(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -167,29 +167,22 @@ async def _filled(folder: Path, read: int) -> None:
         assert len(chunks) == read
 
 
-@pytest.mark.asyncio
-async def test_a_cache_on_disk_is_judged_by_what_was_read_of_it(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+async def test_a_cache_on_disk_is_judged_by_what_was_read_of_it(tmp_path: Path) -> None:
     await _filled(tmp_path, 60)
     folder = tmp_path / "cache"
     (found,) = examine(folder)
     assert (found.verdict, found.loaded, found.saved_s, found.advice) == ("helps", 60, None, [])
-    assert main(["doctor", str(folder)]) == 0
-    assert capsys.readouterr().out == f"{found.place}: helps; 60 reads of its chunks\n"
-    assert main(["doctor", str(tmp_path / "nothing")]) == 2
+    assert run("doctor", folder) == f"{found.place}: helps; 60 reads of its chunks\n"
+    error_of("doctor", tmp_path / "nothing")
 
 
-@pytest.mark.asyncio
-async def test_a_cache_that_nobody_reads_does_not_help(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+async def test_a_cache_that_nobody_reads_does_not_help(tmp_path: Path) -> None:
     await _filled(tmp_path, 0)
-    assert main(["doctor", str(tmp_path / "cache")]) == 1
-    assert "120 chunks are kept, and 0 of them were read again" in capsys.readouterr().out
+    assert "120 chunks are kept, and 0 of them were read again" in run(
+        "doctor", tmp_path / "cache", status=1
+    )
 
 
-@pytest.mark.asyncio
 async def test_a_forgotten_cache_is_named_with_the_commands_that_remove_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -200,20 +193,16 @@ async def test_a_forgotten_cache_is_named_with_the_commands_that_remove_it(
     (advice,) = found.advice
     name = found.place.removeprefix("namespace ")
     assert f"kvstore purge {folder} --namespace {name} --all" in advice
-    assert main(["purge", str(folder), "--namespace", name, "--all"]) == 0
-    assert main(["compact", str(folder)]) == 0
+    run("purge", folder, "--namespace", name, "--all")
+    run("compact", folder)
     assert [each.verdict for each in examine(folder)] == ["not used"]
 
 
-def test_an_address_without_its_scheme_is_told_how_to_be_written(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_an_address_without_its_scheme_is_told_how_to_be_written() -> None:
     for command in ("doctor", "top", "advise"):
-        assert main([command, "localhost:8000/metrics"]) == 2
-        assert "write http://HOST:PORT/metrics" in capsys.readouterr().err
+        assert "write http://HOST:PORT/metrics" in error_of(command, "localhost:8000/metrics")
 
 
-@pytest.mark.asyncio
 async def test_what_is_damaged_sparse_or_on_a_full_drive_is_told(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -15,6 +15,7 @@ from kvstore.tools import drives
 from kvstore.tools.cli import main
 from kvstore.tools.doctor import _of_drive
 from kvstore.tools.drives import Wear, drives_under, read_wear
+from tests.tools.support import error_of, run
 
 LOG = {"data_units_written": 2_000_000, "power_on_hours": 8760}
 
@@ -54,11 +55,8 @@ def test_what_has_no_drive_of_its_own_has_none() -> None:
 
 
 @pytest.mark.parametrize("command", ["top", "doctor"])
-def test_a_folder_that_is_not_there_is_named(
-    command: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main([command, str(tmp_path / "none")]) == 2
-    told = capsys.readouterr().err
+def test_a_folder_that_is_not_there_is_named(command: str, tmp_path: Path) -> None:
+    told = error_of(command, tmp_path / "none")
     assert str(tmp_path / "none") in told
     assert len(told.splitlines()) == 1
 
@@ -164,17 +162,14 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_top_and_doctor_tell_how_long_the_drive_of_a_cache_lasts(
-    cache: Path, programs: Path, capsys: pytest.CaptureFixture[str]
+    cache: Path, programs: Path
 ) -> None:
     answers(programs, "smartctl", of_smartctl(20))
     line = "/dev/nvme9n1: 20 % of its endurance used"
-    assert main(["doctor", str(cache)]) == 0
-    assert line in capsys.readouterr().out
-    assert main(["top", str(cache), "--interval", "0.1"]) == 0
-    assert line in capsys.readouterr().out
+    assert line in run("doctor", cache)
+    assert line in run("top", cache, "--interval", "0.1")
     answers(programs, "smartctl", "not JSON")
-    assert main(["top", str(cache), "--interval", "0.1"]) == 0
-    assert "endurance" not in capsys.readouterr().out
+    assert "endurance" not in run("top", cache, "--interval", "0.1")
 
 
 def test_doctor_writes_metrics_of_the_drives_for_prometheus(
@@ -202,7 +197,7 @@ def test_doctor_writes_metrics_of_the_drives_for_prometheus(
     assert told(1) == {}
     assert "tells of no drive: /dev/nvme9n1 does not tell smartctl" in capsys.readouterr().err
     capsys.readouterr()
-    assert main(["doctor", str(cache), "--metrics", str(tmp_path / "none" / "file")]) == 2
-    assert str(tmp_path / "none" / "file") in capsys.readouterr().err
-    assert main(["doctor", "http://127.0.0.1:1/metrics", "--metrics", str(file)]) == 2
-    assert "--metrics" in capsys.readouterr().err
+    assert str(tmp_path / "none" / "file") in error_of(
+        "doctor", cache, "--metrics", tmp_path / "none" / "file"
+    )
+    assert "--metrics" in error_of("doctor", "http://127.0.0.1:1/metrics", "--metrics", file)

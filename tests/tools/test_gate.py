@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 from pathlib import Path
@@ -13,8 +12,8 @@ import pytest
 from kvstore.errors import ConfigError, KVStoreError
 from kvstore.gate import read_gate
 from kvstore.tools import gate as module
-from kvstore.tools.cli import main
 from kvstore.tools.gate import compare
+from tests.tools.support import error_of, run
 
 
 def answer(tokens: list[int], logprobs: list[float], cached: int = 32) -> dict[str, Any]:
@@ -69,13 +68,12 @@ def test_prompts_that_were_not_read_do_not_count() -> None:
     ("content", "told"), [(None, "cannot be read"), ("\n \n", "has no prompts")]
 )
 def test_prompts_that_cannot_be_used_are_named(
-    tmp_path: Path, content: str | None, told: str, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, content: str | None, told: str
 ) -> None:
     prompts = tmp_path / "prompts"
     if content is not None:
         prompts.write_text(content)
-    assert main(["gate", "m", str(tmp_path / "gate"), "--prompts", str(prompts)]) == 2
-    error = capsys.readouterr().err
+    error = error_of("gate", "m", tmp_path / "gate", "--prompts", prompts)
     assert str(prompts) in error
     assert told in error
 
@@ -90,20 +88,18 @@ def test_prompts_that_cannot_be_used_are_named(
     ],
 )
 def test_what_would_fail_at_the_end_is_refused_before_the_engines(
-    tmp_path: Path, more: list[str], told: str, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, more: list[str], told: str
 ) -> None:
     (tmp_path / "prompts").write_text("a")
     file = tmp_path / "gate" if more else tmp_path / "none" / "gate"
     words = ["gate", "m", str(file), "--prompts", str(tmp_path / "prompts"), *more]
-    with contextlib.suppress(SystemExit):
-        assert main(words) == 2
-    error = capsys.readouterr().err
+    error = error_of(*words)
     assert told in error
     assert "computing" not in error
 
 
 def test_an_engine_that_fails_leaves_no_file_and_shows_its_log(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fail(arguments: list[str], log: Path) -> int:
         asked = json.loads(Path(arguments[0]).read_text())
@@ -114,15 +110,14 @@ def test_an_engine_that_fails_leaves_no_file_and_shows_its_log(
     monkeypatch.setattr(module, "run_trial", fail)
     (tmp_path / "prompts").write_text('a text\n[1, 2]\n\n3\n{"a": 1}\n')
     told = ["gate", "m", str(tmp_path / "gate"), "--prompts", str(tmp_path / "prompts")]
-    assert main(told) == 2
-    error = capsys.readouterr().err
+    error = error_of(*told)
     assert "the engine (computing) failed" in error
     assert "no such model" in error
     assert not (tmp_path / "gate").exists()
 
 
 def test_what_is_beyond_a_limit_is_refused_and_written_down(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     identity = {"model": "m", "dtype": "bfloat16", "weights": {"bytes": 1}, "config.a": 1, "b": 2}
 
@@ -139,12 +134,11 @@ def test_what_is_beyond_a_limit_is_refused_and_written_down(
     )
     (tmp_path / "prompts").write_text("a")
     told = ["gate", "m", str(tmp_path / "gate"), "--prompts", str(tmp_path / "prompts")]
-    assert main(told) == 1
-    assert "BEYOND" in capsys.readouterr().out
+    assert "BEYOND" in run(*told, status=1)
     gate = read_gate(tmp_path / "gate")
     assert gate.beyond == ["differing", "logprob_error"]
     assert set(gate.identity) == {"dtype", "weights", "config.a"}
-    assert main([*told, "--most-differing", "1", "--most-error", "2"]) == 0
+    run(*told, "--most-differing", "1", "--most-error", "2")
 
 
 def test_a_pipe_in_the_place_of_a_gate_holds_nobody_up(tmp_path: Path) -> None:

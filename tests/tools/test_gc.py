@@ -13,7 +13,7 @@ import pytest
 
 import kvstore
 from tests.store.support import CHUNK, keys_of, payloads, small
-from tests.tools.support import command, on_terminal
+from tests.tools.support import command, error_of, on_terminal, run
 
 
 def model(path: Path, name: str) -> dict[str, Any]:
@@ -41,14 +41,11 @@ def held(path: Path) -> dict[str, int]:
 
 async def test_gc_empties_all_namespaces_but_those_used_last(tmp_path: Path) -> None:
     await three_models(tmp_path)
-    dry = command("gc", str(tmp_path), "--keep", "2", "--dry-run")
-    assert dry.returncode == 0, dry.stderr
-    assert "empty first-" in dry.stdout
-    assert "would forget 6 chunks" in dry.stdout
+    said = run("gc", tmp_path, "--keep", "2", "--dry-run")
+    assert "empty first-" in said
+    assert "would forget 6 chunks" in said
     assert held(tmp_path) == {"first": 6, "second": 6, "third": 6}
-    done = command("gc", str(tmp_path), "--keep", "2")
-    assert done.returncode == 0, done.stderr
-    assert "keep  third-" in done.stdout
+    assert "keep  third-" in run("gc", tmp_path, "--keep", "2")
     assert held(tmp_path) == {"first": 0, "second": 6, "third": 6}
     assert not list(tmp_path.glob("first-*/*/segment-*")), "the space is given back"
     again = command("gc", str(tmp_path), "--keep", "2", "--json")
@@ -63,8 +60,7 @@ async def test_what_was_read_last_and_what_is_in_use_stay(tmp_path: Path) -> Non
     async with kvstore.open(model(tmp_path, "first")) as store:
         assert await store.get_into(first, [bytearray(CHUNK) for _ in first]) == 6
     async with kvstore.open(model(tmp_path, "second")) as store:
-        done = command("gc", str(tmp_path), "--keep", "2")
-        assert done.returncode == 0, done.stdout + done.stderr
+        run("gc", tmp_path, "--keep", "2")
         assert await store.resolve(keys_of("second", 6)) == 6
     assert held(tmp_path) == {"first": 6, "second": 6, "third": 0}
 
@@ -92,7 +88,7 @@ async def test_a_namespace_may_be_called_like_its_folder(tmp_path: Path) -> None
         async with kvstore.open({**model(place, name), "namespace": name}) as store:
             await store.put(keys_of(name, 6), payloads(keys_of(name, 6)))
         await asyncio.sleep(0.01)
-    assert command("gc", str(place), "--keep", "1").returncode == 0
+    run("gc", place, "--keep", "1")
     assert held(place) == {"kv": 0, "new": 6}
 
 
@@ -100,15 +96,11 @@ async def test_gc_follows_no_link(tmp_path: Path) -> None:
     place, link = tmp_path / "kv", tmp_path / "link"
     await three_models(place)
     link.symlink_to(place)
-    done = command("gc", str(link), "--keep", "1")
-    assert done.returncode == 2
-    assert "is a symbolic link" in done.stderr
+    assert "is a symbolic link" in error_of("gc", link, "--keep", "1")
     (first,) = place.glob("first-*")
     first.rename(tmp_path / "elsewhere")
     first.symlink_to(tmp_path / "elsewhere")
-    done = command("gc", str(place), "--keep", "2")
-    assert done.returncode == 1
-    assert "REFUSED" in done.stdout
+    assert "REFUSED" in run("gc", place, "--keep", "2", status=1)
     first.unlink()
     (tmp_path / "elsewhere").rename(first)
     assert sum(held(place).values()) == 18
@@ -117,7 +109,7 @@ async def test_gc_follows_no_link(tmp_path: Path) -> None:
 async def test_what_was_interrupted_is_finished_by_the_next(tmp_path: Path) -> None:
     await three_models(tmp_path)
     (first,) = tmp_path.glob("first-*")
-    assert command("purge", str(tmp_path), "--namespace", first.name, "--all").returncode == 0
+    run("purge", tmp_path, "--namespace", first.name, "--all")
     assert list(first.rglob("segment-*"))
     done = command("gc", str(tmp_path), "--keep", "2")
     assert "no chunks" in done.stdout
@@ -148,18 +140,17 @@ async def test_a_namespace_that_no_server_opens_takes_no_place_among_the_kept(
     if epoch is not None:
         file.write_text(epoch)
     for more in (["--dry-run"], []):
-        done = command("gc", str(tmp_path), "--keep", "1", *more)
-        assert done.returncode == 1, done.stdout + done.stderr
-        assert "keep  second-" in done.stdout
-        assert "leave third-" in done.stdout
-        assert "remove the folder" in done.stdout
+        said = run("gc", tmp_path, "--keep", "1", *more, status=1)
+        assert "keep  second-" in said
+        assert "leave third-" in said
+        assert "remove the folder" in said
     assert held(tmp_path) == {"first": 0, "second": 6, "third": 6}
     told = json.loads(command("gc", str(tmp_path), "--keep", "1", "--json").stdout)
     assert [name.startswith("third-") for name in told["left"]] == [True]
     # Nor is anything of it forgotten.
-    done = command("purge", str(tmp_path), "--namespace", file.parent.name, "--all")
-    assert done.returncode == 2
-    assert "remove the folder" in done.stdout
+    assert "remove the folder" in run(
+        "purge", tmp_path, "--namespace", file.parent.name, "--all", status=2
+    )
 
 
 async def test_gc_tells_what_it_left_with_a_fault(tmp_path: Path) -> None:
@@ -182,16 +173,14 @@ async def test_gc_empties_nothing_that_may_have_been_used_later_than_it_can_read
     newest.mkdir(mode=0o700)
     (newest / "segment-0.safetensors").write_bytes(b"damaged")
     for more in (["--dry-run"], [], ["--json"]):
-        done = command("gc", str(tmp_path), "--keep", "2", *more)
-        assert done.returncode == 1, done.stdout + done.stderr
-        assert f"{newest}/segment-0.safetensors: " in done.stdout
-    told = json.loads(done.stdout)
+        said = run("gc", tmp_path, "--keep", "2", *more, status=1)
+        assert f"{newest}/segment-0.safetensors: " in said
+    told = json.loads(said)
     assert (told["dry_run"], told["emptied"], len(told["kept"])) == (False, [], 2)
     assert list(told["left"]) == [lane.parent.name]
     assert held(tmp_path) == {"first": 6, "second": 6, "third": 6}
     # Whoever says so can empty it.
-    done = command("purge", str(tmp_path), "--namespace", lane.parent.name, "--all")
-    assert done.returncode == 1
+    run("purge", tmp_path, "--namespace", lane.parent.name, "--all", status=1)
     assert held(tmp_path)["first"] == 0
 
 
@@ -214,9 +203,7 @@ async def test_gc_empties_nothing_for_a_model_whose_clock_was_ahead(
 
 def test_all_of_a_purge_is_all(tmp_path: Path) -> None:
     for more in (["--unused", "3d"], ["--tenant", "alice"], ["--key", "00"]):
-        done = command("purge", str(tmp_path), "--all", *more)
-        assert done.returncode == 2
-        assert "--all is every chunk" in done.stderr
+        assert "--all is every chunk" in error_of("purge", tmp_path, "--all", *more)
 
 
 def test_keys_in_a_variable_are_not_changed(tmp_path: Path) -> None:
@@ -228,7 +215,7 @@ def test_keys_in_a_variable_are_not_changed(tmp_path: Path) -> None:
 def test_who_retires_keys_is_asked(tmp_path: Path) -> None:
     keys = str(tmp_path / "keys.toml")
     for _ in range(2):
-        assert command("keys", keys, "--add", "*").returncode == 0
+        run("keys", keys, "--add", "*")
     before = command("keys", keys).stdout
     shown, status = on_terminal(["keys", keys, "--retire", "*"], "n\n")
     assert "remove 1 older key of '*'?" in shown
@@ -244,7 +231,7 @@ def test_who_retires_keys_is_asked(tmp_path: Path) -> None:
 def test_who_forgets_keys_is_asked(tmp_path: Path) -> None:
     keys = str(tmp_path / "keys.toml")
     for tenant in ("*", "alice"):
-        assert command("keys", keys, "--add", tenant).returncode == 0
+        run("keys", keys, "--add", tenant)
     shown, status = on_terminal(["keys", keys, "--forget", "alice"], "n\n")
     assert "forget the keys of 'alice'?" in shown
     assert status == 2

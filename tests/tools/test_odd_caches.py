@@ -26,12 +26,10 @@ from kvstore.maintenance.survey import Fault, survey, verify
 from kvstore.tiers.disk.format import ALIGN, RECORD_BYTES
 from kvstore.tiers.disk.index import read_index
 from kvstore.tools.cli import main
-from tests.tiers.support import flip
+from tests.tiers.support import STRANGER, flip
 from tests.tools.support import command
 from tests.tools.test_command import CHUNK, KEYS, config, segments
 from tests.tools.test_upkeep import sparse_cache
-
-STRANGER = 65534
 
 READING = [
     ["inspect"],
@@ -41,23 +39,11 @@ READING = [
 ]
 CHANGING = [["compact"], ["purge", "--all"]]
 
-Run = Callable[..., tuple[int, str]]
 
-
-@pytest.fixture
-def run(capsys: pytest.CaptureFixture[str]) -> Run:
-    """Runs the command in this process; its exit status and all that it says."""
-
-    def one(*arguments: object) -> tuple[int, str]:
-        capsys.readouterr()
-        try:
-            status = main([str(argument) for argument in arguments])
-        except SystemExit as ended:
-            status = int(ended.code or 0)
-        told = capsys.readouterr()
-        return status, told.out + told.err
-
-    return one
+def run(*arguments: object) -> tuple[int, str]:
+    """The exit status of the command, and all that it says."""
+    done = command(*map(str, arguments))
+    return done.returncode, done.stdout + done.stderr
 
 
 @pytest.fixture
@@ -107,7 +93,7 @@ def wrong(cache: Path) -> set[tuple[str, int | None]]:
 
 
 def test_purge_and_compact_do_not_follow_a_namespace_that_is_a_link(
-    cache: Path, tmp_path: Path, run: Run
+    cache: Path, tmp_path: Path
 ) -> None:
     trap = tmp_path / "trap"
     trap.mkdir()
@@ -123,7 +109,7 @@ def test_purge_and_compact_do_not_follow_a_namespace_that_is_a_link(
 
 @pytest.mark.parametrize("arguments", CHANGING, ids=" ".join)
 def test_a_path_that_is_a_link_is_not_changed(
-    cache: Path, tmp_path: Path, run: Run, arguments: list[str]
+    cache: Path, tmp_path: Path, arguments: list[str]
 ) -> None:
     (tmp_path / "link").symlink_to(cache)
     before = contents(cache)
@@ -137,7 +123,7 @@ def test_a_path_that_is_a_link_is_not_changed(
 @pytest.mark.parametrize("arguments", [*READING, *CHANGING], ids=" ".join)
 @pytest.mark.parametrize("path", ["", "  "])
 def test_an_empty_path_is_not_the_current_folder(
-    cache: Path, run: Run, monkeypatch: pytest.MonkeyPatch, arguments: list[str], path: str
+    cache: Path, monkeypatch: pytest.MonkeyPatch, arguments: list[str], path: str
 ) -> None:
     monkeypatch.chdir(cache)
     before = contents(cache)
@@ -148,9 +134,7 @@ def test_an_empty_path_is_not_the_current_folder(
 
 
 @pytest.mark.parametrize("option", ["--namespace", "--unused", "--key"])
-def test_an_empty_condition_is_no_condition_that_all_fulfil(
-    cache: Path, run: Run, option: str
-) -> None:
+def test_an_empty_condition_is_no_condition_that_all_fulfil(cache: Path, option: str) -> None:
     name = namespace_of(cache).name
     for more in ([], ["--namespace", name], ["--all"]):
         assert run("purge", cache, *more, option, "")[0] == 2
@@ -159,7 +143,7 @@ def test_an_empty_condition_is_no_condition_that_all_fulfil(
     assert sum(segment.counted for lane in its.lanes for segment in lane.segments) == 30
 
 
-def test_a_segment_with_a_second_name_is_not_purged(cache: Path, tmp_path: Path, run: Run) -> None:
+def test_a_segment_with_a_second_name_is_not_purged(cache: Path, tmp_path: Path) -> None:
     first = segments(cache)[0]
     os.link(first, tmp_path / "backup")
     before = first.read_bytes()
@@ -171,7 +155,7 @@ def test_a_segment_with_a_second_name_is_not_purged(cache: Path, tmp_path: Path,
 
 @pytest.mark.parametrize("arguments", CHANGING, ids=" ".join)
 def test_a_cache_that_others_could_have_filled_is_changed_on_request_alone(
-    cache: Path, run: Run, arguments: list[str]
+    cache: Path, arguments: list[str]
 ) -> None:
     (namespace_of(cache) / "lane-0").chmod(0o777)
     before = contents(cache)
@@ -187,7 +171,7 @@ def test_a_cache_that_others_could_have_filled_is_changed_on_request_alone(
 
 
 async def test_compact_tells_all_the_damage_that_it_meets_and_verify_the_rest(
-    tmp_path: Path, run: Run
+    tmp_path: Path,
 ) -> None:
     await sparse_cache(tmp_path)
     found = [s for n in survey(tmp_path) for lane in n.lanes for s in lane.segments]
@@ -215,7 +199,7 @@ async def test_compact_tells_all_the_damage_that_it_meets_and_verify_the_rest(
     assert met & after == {(found[0].path, None)}
 
 
-def test_a_damaged_record_that_compact_erases_is_told_and_counts(cache: Path, run: Run) -> None:
+def test_a_damaged_record_that_compact_erases_is_told_and_counts(cache: Path) -> None:
     first = segments(cache)[0]
     for slot in (1, 4):
         flip(first, ALIGN + slot * RECORD_BYTES + 64)
@@ -228,7 +212,7 @@ def test_a_damaged_record_that_compact_erases_is_told_and_counts(cache: Path, ru
     assert run("compact", cache)[0] == 0
 
 
-def test_a_lane_of_nothing_but_damaged_segments_is_not_called_empty(cache: Path, run: Run) -> None:
+def test_a_lane_of_nothing_but_damaged_segments_is_not_called_empty(cache: Path) -> None:
     for path in segments(cache):
         flip(path, 30)
     for arguments in (
@@ -242,7 +226,7 @@ def test_a_lane_of_nothing_but_damaged_segments_is_not_called_empty(cache: Path,
         assert told.count("WRONG") == len(segments(cache))
 
 
-def test_a_fault_names_its_path_once(cache: Path, run: Run) -> None:
+def test_a_fault_names_its_path_once(cache: Path) -> None:
     first = segments(cache)[0]
     flip(first, 30)
     (line,) = (line for line in run("verify", cache)[1].splitlines() if "WRONG" in line)
@@ -252,7 +236,7 @@ def test_a_fault_names_its_path_once(cache: Path, run: Run) -> None:
         assert line.count("namespace.json") <= 1
 
 
-def test_what_no_command_mends_says_what_to_do_and_that_helps(cache: Path, run: Run) -> None:
+def test_what_no_command_mends_says_what_to_do_and_that_helps(cache: Path) -> None:
     described = namespace_of(cache) / "namespace.json"
     described.write_text("{")
     assert "namespace.json: not a namespace file" in run("verify", cache)[1]
@@ -273,7 +257,7 @@ def test_what_no_command_mends_says_what_to_do_and_that_helps(cache: Path, run: 
 
 
 def test_a_namespace_that_cannot_be_read_does_not_keep_the_others_from_compaction(
-    cache: Path, run: Run
+    cache: Path,
 ) -> None:
     broken = cache / "aaa"
     broken.mkdir()
@@ -285,7 +269,7 @@ def test_a_namespace_that_cannot_be_read_does_not_keep_the_others_from_compactio
     assert "1 damaged record\n" in told
 
 
-def test_a_dry_run_refuses_what_the_run_would_refuse(cache: Path, run: Run) -> None:
+def test_a_dry_run_refuses_what_the_run_would_refuse(cache: Path) -> None:
     cache.chmod(0o777)
     for command_line in (["compact"], ["purge", "--all"]):
         status, told = run(*command_line, cache, "--dry-run")
@@ -294,9 +278,7 @@ def test_a_dry_run_refuses_what_the_run_would_refuse(cache: Path, run: Run) -> N
         assert run(*command_line, cache) == (status, told)
 
 
-def test_a_purge_that_cannot_write_has_failed(
-    cache: Path, run: Run, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_purge_that_cannot_write_has_failed(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def failing(fd: int) -> None:
         raise OSError(errno.EIO, os.strerror(errno.EIO))
 
@@ -310,7 +292,7 @@ def test_a_purge_that_cannot_write_has_failed(
 @pytest.mark.parametrize("command_line", CHANGING)
 @pytest.mark.parametrize("odd", ["lane", "lock", "owner", "links"])
 def test_a_dry_run_tells_which_files_the_run_would_not_change(
-    cache: Path, run: Run, command_line: list[str], odd: str
+    cache: Path, command_line: list[str], odd: str
 ) -> None:
     if os.geteuid() != 0:
         pytest.skip("only root can give a file to another user")
@@ -327,7 +309,7 @@ def test_a_dry_run_tells_which_files_the_run_would_not_change(
     assert run(*command_line, cache)[0] == dry
 
 
-def test_lanes_whose_namespace_file_is_lost_are_told_and_left_alone(cache: Path, run: Run) -> None:
+def test_lanes_whose_namespace_file_is_lost_are_told_and_left_alone(cache: Path) -> None:
     (namespace,) = (path.parent for path in cache.glob("*/namespace.json"))
     lost = cache / "lost"
     shutil.copytree(namespace, lost)
@@ -404,7 +386,7 @@ ODD = [
 @pytest.mark.parametrize("change", ODD)
 @pytest.mark.parametrize("part", ["namespace.json", "lane-0/lock", "lane-0/segment-1.safetensors"])
 def test_no_oddity_in_the_place_of_a_file_ends_a_command_by_a_traceback(
-    cache: Path, run: Run, change: Callable[[Path], None], part: str
+    cache: Path, change: Callable[[Path], None], part: str
 ) -> None:
     change(namespace_of(cache) / part)
     for arguments in (*READING, *CHANGING, ["inspect", "--json"]):
@@ -414,7 +396,7 @@ def test_no_oddity_in_the_place_of_a_file_ends_a_command_by_a_traceback(
         assert status == 0 or told.strip()
 
 
-def test_a_lane_that_is_no_folder_is_none(cache: Path, run: Run) -> None:
+def test_a_lane_that_is_no_folder_is_none(cache: Path) -> None:
     namespace = namespace_of(cache)
     (namespace / "lane-1").write_text("a file")
     os.mkfifo(namespace / "lane-3")
@@ -423,7 +405,7 @@ def test_a_lane_that_is_no_folder_is_none(cache: Path, run: Run) -> None:
         assert run(*arguments, namespace)[0] == 0
 
 
-def test_a_lane_that_is_a_symbolic_link_is_told_and_not_followed(cache: Path, run: Run) -> None:
+def test_a_lane_that_is_a_symbolic_link_is_told_and_not_followed(cache: Path) -> None:
     (namespace_of(cache) / "lane-2").symlink_to("lane-0")
     for arguments in (*READING, *CHANGING, ["gc", "--keep", "1"]):
         status, told = run(*arguments, cache)
@@ -436,15 +418,13 @@ def test_a_lane_that_is_a_symbolic_link_is_told_and_not_followed(cache: Path, ru
 
 
 @pytest.mark.parametrize("arguments", READING, ids=" ".join)
-def test_what_only_reads_works_on_a_read_only_mount(
-    read_only: Path, run: Run, arguments: list[str]
-) -> None:
+def test_what_only_reads_works_on_a_read_only_mount(read_only: Path, arguments: list[str]) -> None:
     assert run(*arguments, read_only)[0] == 0
 
 
 @pytest.mark.parametrize("arguments", CHANGING, ids=" ".join)
 def test_what_changes_fails_in_words_on_a_read_only_mount(
-    read_only: Path, run: Run, arguments: list[str]
+    read_only: Path, arguments: list[str]
 ) -> None:
     status, told = run(*arguments, read_only)
     assert status == 2
@@ -559,7 +539,7 @@ def test_names_that_are_no_text_are_shown_and_not_stumbled_over(cache: Path) -> 
         assert b"Traceback" not in done.stderr
 
 
-def test_a_path_that_no_file_system_takes_is_refused_in_words(run: Run) -> None:
+def test_a_path_that_no_file_system_takes_is_refused_in_words() -> None:
     for path in ("x" * 5000, "/dev/null/below", "/proc/self/mem", "/dev/null"):
         for arguments in (*READING, *CHANGING):
             status, told = run(*arguments, path)
@@ -631,7 +611,7 @@ def test_the_functions_take_text_and_refuse_what_is_none_by_their_own_error(cach
             purge(cache, **wrong_one)
 
 
-def test_purge_says_how_the_space_comes_back(cache: Path, run: Run) -> None:
+def test_purge_says_how_the_space_comes_back(cache: Path) -> None:
     assert "kvstore compact" not in run("purge", cache, "--all", "--dry-run")[1]
     before = sum(path.stat().st_size for path in segments(cache))
     assert "kvstore compact gives the space back" in run("purge", cache, "--all")[1]
@@ -641,9 +621,7 @@ def test_purge_says_how_the_space_comes_back(cache: Path, run: Run) -> None:
     assert command("verify", str(cache)).returncode == 0
 
 
-def test_a_path_above_a_link_is_the_one_that_the_system_means(
-    cache: Path, tmp_path: Path, run: Run
-) -> None:
+def test_a_path_above_a_link_is_the_one_that_the_system_means(cache: Path, tmp_path: Path) -> None:
     other = shutil.copytree(cache, tmp_path / "elsewhere" / "kv")
     (cache / "link").symlink_to(other / "below")
     (other / "below").mkdir()
@@ -653,7 +631,7 @@ def test_a_path_above_a_link_is_the_one_that_the_system_means(
 
 
 def test_what_means_nothing_is_told_in_a_line(
-    cache: Path, tmp_path: Path, run: Run, monkeypatch: pytest.MonkeyPatch
+    cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     loop = tmp_path / "loop"
     loop.symlink_to(loop)
@@ -670,4 +648,4 @@ def test_what_means_nothing_is_told_in_a_line(
     monkeypatch.setattr(sys, "stderr", None)
     trace = tmp_path / "trace.jsonl"
     trace.write_text('{"timestamp": 0, "hash_ids": [1, 2]}\n')
-    assert run("simulate", trace, "--host", "1")[0] == 0
+    assert main(["simulate", str(trace), "--host", "1"]) == 0

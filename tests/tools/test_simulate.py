@@ -14,6 +14,7 @@ from kvstore.plugins import Choice
 from kvstore.simulation import Setup, read_trace
 from kvstore.tools.cli import main
 from kvstore.tools.replays import progress_of, scaled
+from tests.tools.support import error_of, json_of, run
 
 
 @pytest.fixture
@@ -29,9 +30,8 @@ def trace(tmp_path: Path) -> Path:
     return path
 
 
-def told(capsys: pytest.CaptureFixture[str], *arguments: object) -> Any:
-    assert main(["simulate", *map(str, arguments), "--json"]) == 0
-    return json.loads(capsys.readouterr().out)
+def told(*arguments: object) -> Any:
+    return json_of("simulate", *arguments)
 
 
 def test_a_table_has_a_row_for_each_combination(
@@ -50,8 +50,8 @@ def test_a_table_has_a_row_for_each_combination(
     ]  # fmt: skip
 
 
-def test_json_tells_the_same_and_more(trace: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    found = told(capsys, trace, "--host", 7, "--optimum", "--chunk-bytes", "2MiB")
+def test_json_tells_the_same_and_more(trace: Path) -> None:
+    found = told(trace, "--host", 7, "--optimum", "--chunk-bytes", "2MiB")
     assert found["trace"] == {
         "name": "trace.jsonl", "requests": 5, "accesses": 14, "unique": 7
     }  # fmt: skip
@@ -66,16 +66,15 @@ def test_what_hits_save_is_told_where_costs_are_given(
 ) -> None:
     # With room for all the hits are the first 2 of three prompts of three chunks, and all of one.
     costs = ("--host", 7, "--compute-ms", "1000,3000@2", "--read-ms", 5)
-    (row,) = told(capsys, trace, *costs)["replays"]
+    (row,) = told(trace, *costs)["replays"]
     hits = 2 + 2 + 3
     assert row["hits"] == hits
     assert row["saved_s"] == pytest.approx(hits + 3 * 1.0 + 2.0)
     assert row["computed_without_s"] == pytest.approx(14 + 4 * 3.0 + 1.0)
-    assert main(["simulate", str(trace), *map(str, costs)]) == 0
-    _, names, shown = capsys.readouterr().out.splitlines()
+    _, names, shown = run("simulate", trace, *map(str, costs)).splitlines()
     assert names.endswith("s saved  saved %")
     assert shown.split()[-2:] == ["12", "44.44"]
-    assert told(capsys, trace, "--host", 7)["replays"][0]["saved_s"] is None
+    assert told(trace, "--host", 7)["replays"][0]["saved_s"] is None
     with pytest.raises(SystemExit):
         main(["simulate", str(trace), "--compute-ms", "12@3"])
     assert "--compute-ms: must be milliseconds, a number above 0, or such as 12,30@60" in (
@@ -83,9 +82,9 @@ def test_what_hits_save_is_told_where_costs_are_given(
     )
 
 
-def test_two_tiers_filters_and_flows(trace: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_two_tiers_filters_and_flows(trace: Path) -> None:
     rows = told(
-        capsys, trace, "--host", 3, "--disk", 7, "--flow", "write-through,demote,exclusive",
+        trace, "--host", 3, "--disk", 7, "--flow", "write-through,demote,exclusive",
         "--disk-admission", "none,reuse(threshold=2)",
     )["replays"]  # fmt: skip
     assert [(row["flow"], row["disk_admission"]) for row in rows] == [
@@ -98,32 +97,29 @@ def test_two_tiers_filters_and_flows(trace: Path, capsys: pytest.CaptureFixture[
     assert rows[3]["disk_writes"] < rows[0]["disk_writes"]
 
 
-def test_a_curve_ends_where_everything_fits(
-    trace: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    curves = told(capsys, trace, "--curve", "--policy", "lru,arc", "--optimum")["curves"]
+def test_a_curve_ends_where_everything_fits(trace: Path) -> None:
+    curves = told(trace, "--curve", "--policy", "lru,arc", "--optimum")["curves"]
     assert {name: points[-1] for name, points in curves.items()} == {
         name: {"chunks": 7, "hit_ratio": 0.5} for name in ("lru", "arc", "optimum")
     }
-    assert main(["simulate", str(trace), "--curve"]) == 0
-    assert "chunks" in capsys.readouterr().out
+    assert "chunks" in run("simulate", trace, "--curve")
 
 
-def test_sizes_may_be_bytes(trace: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (row,) = told(capsys, trace, "--host", "8MiB", "--chunk-bytes", "2MiB")["replays"]
+def test_sizes_may_be_bytes(trace: Path) -> None:
+    (row,) = told(trace, "--host", "8MiB", "--chunk-bytes", "2MiB")["replays"]
     assert row["host_chunks"] == 4
 
 
 @pytest.mark.parametrize("policy", ["lru", "s3-fifo", "hit-density"])
 def test_room_for_more_than_there_is_costs_no_more_than_room_for_all(
-    trace: Path, capsys: pytest.CaptureFixture[str], policy: str
+    trace: Path, policy: str
 ) -> None:
     sizes = f"100%,{10**17}"
-    found = told(capsys, trace, "--host", 3, "--disk", sizes, "--disk-policy", policy,
+    found = told(trace, "--host", 3, "--disk", sizes, "--disk-policy", policy,
                  "--disk-admission", "reuse(threshold=1)")  # fmt: skip
     for host in ("--host", "--store"):
         more = ["--replicas", 2] if host == "--store" else []
-        told(capsys, trace, host, sizes, *more)
+        told(trace, host, sizes, *more)
     one, other = found["replays"]
     assert (one["hits"], other["disk_chunks"]) == (other["hits"], 10**17)
 
@@ -137,28 +133,23 @@ def test_a_filter_remembers_that_part_of_the_keys_that_a_sample_has() -> None:
 
 
 @pytest.mark.parametrize("more", [[], ["--curve"], ["--replicas", "2"]])
-def test_a_trace_that_asks_for_nothing_is_refused(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], more: list[str]
-) -> None:
+def test_a_trace_that_asks_for_nothing_is_refused(tmp_path: Path, more: list[str]) -> None:
     path = tmp_path / "empty.jsonl"
     path.write_text('{"timestamp": 0, "hash_ids": []}\n')
-    assert main(["simulate", str(path), *more]) == 2
-    assert "empty.jsonl: no request asks for a chunk" in capsys.readouterr().err
+    assert "empty.jsonl: no request asks for a chunk" in error_of("simulate", path, *more)
 
 
 BUDGET = "endurance(bytes_per_day=500000000000)"
 
 
 @pytest.mark.parametrize("suffix", ["png", "svg"])
-def test_a_picture_is_drawn(
-    trace: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], suffix: str
-) -> None:
+def test_a_picture_is_drawn(trace: Path, tmp_path: Path, suffix: str) -> None:
     pytest.importorskip("matplotlib")
     path = tmp_path / f"picture.{suffix}"
-    told(capsys, trace, "--curve", "--picture", path)
+    told(trace, "--curve", "--picture", path)
     begin = {"png": b"\x89PNG", "svg": b"<?xml"}[suffix]
     assert path.read_bytes().startswith(begin)
-    told(capsys, trace, "--host", "2,5", "--optimum", "--picture", path)
+    told(trace, "--host", "2,5", "--optimum", "--picture", path)
 
 
 @pytest.mark.parametrize(
@@ -205,37 +196,30 @@ def test_a_picture_is_drawn(
     ],
 )
 def test_what_cannot_be_done_is_refused_by_name(
-    trace: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], message: str
+    trace: Path, arguments: list[str], message: str
 ) -> None:
-    assert main(["simulate", str(trace), "--host", "5", *arguments]) == 2
-    assert f"kvstore: {message}" in capsys.readouterr().err
+    assert f"kvstore: {message}" in error_of("simulate", trace, "--host", "5", *arguments)
 
 
-def test_a_file_that_is_no_trace_is_named(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_file_that_is_no_trace_is_named(tmp_path: Path) -> None:
     path = tmp_path / "notes.txt"
     path.write_text("hello\n")
-    assert main(["simulate", str(path)]) == 2
-    assert f"{path}, line 1: not a trace" in capsys.readouterr().err
+    assert f"{path}, line 1: not a trace" in error_of("simulate", path)
 
 
-def test_a_trace_too_small_for_the_default_has_one_chunk_of_host_memory(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_trace_too_small_for_the_default_has_one_chunk_of_host_memory(tmp_path: Path) -> None:
     path = tmp_path / "small.jsonl"
     path.write_text(json.dumps({"timestamp": 0, "hash_ids": [1, 2, 3]}) + "\n")
-    (row,) = told(capsys, path)["replays"]
+    (row,) = told(path)["replays"]
     assert row["host_chunks"] == 1
-    assert main(["simulate", str(path), "--host", "10%"]) == 2
-    assert "--host 10%: less than one chunk" in capsys.readouterr().err
+    assert "--host 10%: less than one chunk" in error_of("simulate", path, "--host", "10%")
 
 
 def test_reading_shows_how_far_it_is_on_a_terminal_alone(
     trace: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("kvstore.tools.simulate.NOTED_BYTES", 0)
-    told(capsys, trace)
+    assert main(["simulate", str(trace), "--json"]) == 0
     assert "read" not in capsys.readouterr().err
     monkeypatch.setattr("kvstore.tools.replays.sys.stderr.isatty", lambda: True)
     assert main(["simulate", str(trace)]) == 0
@@ -243,11 +227,9 @@ def test_reading_shows_how_far_it_is_on_a_terminal_alone(
     assert f"{size} B of {size} B read" in capsys.readouterr().err
 
 
-def test_several_servers_are_replayed_with_each_router_and_store(
-    trace: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_several_servers_are_replayed_with_each_router_and_store(trace: Path) -> None:
     rows = told(
-        capsys, trace, "--replicas", 3, "--host", 4, "--store", "0,100%",
+        trace, "--replicas", 3, "--host", 4, "--store", "0,100%",
         "--router", "round-robin,session",
     )["replays"]  # fmt: skip
     assert [(row["router"], row["store_chunks"] > 0) for row in rows] == [
@@ -257,8 +239,7 @@ def test_several_servers_are_replayed_with_each_router_and_store(
         ("session", True),
     ]
     assert all(row["store_read"] == 0 for row in rows[:2])
-    assert main(["simulate", str(trace), "--replicas", "3", "--store", "100%"]) == 0
-    assert "wire/hit" in capsys.readouterr().out
+    assert "wire/hit" in run("simulate", trace, "--replicas", "3", "--store", "100%")
 
 
 @pytest.mark.parametrize(
@@ -273,10 +254,9 @@ def test_several_servers_are_replayed_with_each_router_and_store(
     ],
 )
 def test_servers_that_cannot_be_replayed_are_refused_by_name(
-    trace: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], said: str
+    trace: Path, arguments: list[str], said: str
 ) -> None:
-    assert main(["simulate", str(trace), *arguments]) == 2
-    assert said in capsys.readouterr().err
+    assert said in error_of("simulate", trace, *arguments)
 
 
 def test_a_replay_tells_a_person_how_long_it_takes(

@@ -18,6 +18,7 @@ from kvstore.observe.metrics import Collector
 from kvstore.tools.cli import main
 from kvstore.tools.top import Snapshot, _looks, scrape, tables
 from tests.store.support import keys_of, payloads, small
+from tests.tools.support import error_of, run
 
 prometheus = pytest.importorskip("prometheus_client")
 rich = pytest.importorskip("rich")
@@ -46,7 +47,6 @@ def shown(table: Any) -> str:
     return str(captured.get())
 
 
-@pytest.mark.asyncio
 async def test_it_tells_what_has_happened_between_two_looks(tmp_path: Path) -> None:
     async with (
         kvstore.open(small(tmp_path, rows=4, disk=32)) as store,
@@ -73,7 +73,6 @@ async def test_it_tells_what_has_happened_between_two_looks(tmp_path: Path) -> N
     assert "well" in text
 
 
-@pytest.mark.asyncio
 async def test_the_command_shows_a_server_so_many_times(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -83,7 +82,6 @@ async def test_the_command_shows_a_server_so_many_times(
     assert "disk" in capsys.readouterr().out
 
 
-@pytest.mark.asyncio
 async def test_the_command_shows_what_a_cache_on_disk_holds(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -127,10 +125,7 @@ def test_quantiles_after_a_start_are_of_what_came_since() -> None:
     assert now.quantile(before, "wait_seconds", 0.99) == 0.1
 
 
-@pytest.mark.asyncio
-async def test_it_goes_on_when_the_server_starts_again(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+async def test_it_goes_on_when_the_server_starts_again(tmp_path: Path) -> None:
     async with kvstore.open(small(tmp_path, disk=32)) as store:
         await store.put(KEYS, payloads(KEYS))
         registry = prometheus.CollectorRegistry()
@@ -175,9 +170,7 @@ async def test_it_goes_on_when_the_server_starts_again(
     assert "stored" in lines[4]
 
 
-def test_a_server_that_is_gone_in_the_end_is_no_success(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_server_that_is_gone_in_the_end_is_no_success(monkeypatch: pytest.MonkeyPatch) -> None:
     looks = iter([Snapshot(at=1.0, values={("stored_chunks", ""): 1.0})])
 
     def scrapes(url: str) -> Snapshot:
@@ -186,8 +179,9 @@ def test_a_server_that_is_gone_in_the_end_is_no_success(
         raise KVStoreError(f"{url}: gone")
 
     monkeypatch.setattr("kvstore.tools.top.scrape", scrapes)
-    assert main(["top", "http://127.0.0.1:1", "--times", "1", "--interval", "0.1"]) == 2
-    assert "not reachable" in capsys.readouterr().out
+    assert "not reachable" in run(
+        "top", "http://127.0.0.1:1", "--times", "1", "--interval", "0.1", status=2
+    )
 
 
 @pytest.mark.parametrize(
@@ -199,20 +193,16 @@ def test_a_server_that_is_gone_in_the_end_is_no_success(
     ],
 )
 def test_what_is_no_server_of_ours_is_told_by_its_address(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], text: str, said: str
+    tmp_path: Path, text: str, said: str
 ) -> None:
     (tmp_path / "metrics").write_text(text)
     with pytest.raises(kvstore.KVStoreError, match=said):
         scrape((tmp_path / "metrics").as_uri())
-    assert main(["top", "http://[x/metrics"]) == 2
-    assert main(["top", "http://127.0.0.1:9/metrics"]) == 2
-    assert "http://127.0.0.1:9/metrics: " in capsys.readouterr().err
-    assert main(["top", str(tmp_path / "nowhere")]) == 2
+    error_of("top", "http://[x/metrics")
+    assert "http://127.0.0.1:9/metrics: " in error_of("top", "http://127.0.0.1:9/metrics")
+    error_of("top", tmp_path / "nowhere")
 
 
-def test_what_is_missing_is_named(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_what_is_missing_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setitem(__import__("sys").modules, "rich.console", None)
-    assert main(["top", str(tmp_path)]) == 2
-    assert "pip install 'kvstore-offload[top]'" in capsys.readouterr().err
+    assert "pip install 'kvstore-offload[top]'" in error_of("top", tmp_path)

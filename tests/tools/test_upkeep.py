@@ -22,7 +22,7 @@ from kvstore.maintenance.survey import Progress, survey, verify
 from kvstore.tiers.disk.lane import PID_BYTES
 from kvstore.tools.cli import main
 from tests.patience import until_async
-from tests.tools.support import command, in_a_process
+from tests.tools.support import command, error_of, in_a_process, json_of, run
 from tests.tools.test_command import CHUNK
 
 CAPACITY = 10 * 2**20
@@ -86,7 +86,7 @@ async def test_compaction_gives_files_back_and_loses_nothing(tmp_path: Path) -> 
     assert done.result is not None
     assert done.result.after.segments == done.result.after.needed < done.result.before.segments
     assert files(tmp_path) == done.result.after.file_bytes < before
-    assert command("verify", str(tmp_path)).returncode == 0
+    run("verify", tmp_path)
     assert await survivors(tmp_path) == left
 
 
@@ -206,7 +206,7 @@ async def test_commands_that_change_a_lane_refuse_one_in_use_and_name_its_proces
             done = in_a_process(name, str(tmp_path), *more)
             assert done.returncode == 1
             assert f"in use by process {os.getpid()}" in done.stdout
-        assert command("inspect", str(tmp_path)).returncode == 0
+        run("inspect", tmp_path)
         assert await store.resolve(KEYS[:10]) == 10
 
 
@@ -215,14 +215,12 @@ async def test_purge_by_age_key_and_namespace(tmp_path: Path) -> None:
     assert purge(tmp_path, unused_since_ms=1000)[0].chunks == 0
     assert purge(tmp_path, key=KEYS[3])[0].chunks == 1
     (namespace,) = [folder.name for folder in tmp_path.iterdir()]
-    told = command("purge", str(tmp_path), "--namespace", "other")
-    assert told.returncode == 2
-    assert namespace in told.stderr
+    assert namespace in error_of("purge", tmp_path, "--namespace", "other")
     assert purge(tmp_path, namespace=namespace, dry_run=True)[0].chunks == 9
     assert await survivors(tmp_path) == set(KEYS[:10]) - {KEYS[3]}
     done = command("purge", str(tmp_path), "--unused", "1h", "--json")
     assert json.loads(done.stdout)["lanes"][0]["chunks"] == 0
-    assert command("purge", str(tmp_path), "--all").returncode == 0
+    run("purge", tmp_path, "--all")
     assert await survivors(tmp_path) == set()
 
 
@@ -238,7 +236,7 @@ async def test_what_a_neighbour_may_read_is_not_purged_as_unused(tmp_path: Path)
 
 
 async def test_gc_keeps_what_can_be_found_and_goes_on_after_one_that_vanished(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for model in ("one", "two", "three", "reset"):
         its = config(tmp_path) | {"identity": {"model": model}, "namespace": model}
@@ -253,8 +251,7 @@ async def test_gc_keeps_what_can_be_found_and_goes_on_after_one_that_vanished(
         return purge(path, **named)
 
     monkeypatch.setattr("kvstore.tools.upkeep.purge", purges)
-    assert main(["gc", str(tmp_path), "--keep", "1", "--yes", "--json"]) == 2
-    told = json.loads(capsys.readouterr().out)
+    told = json_of("gc", tmp_path, "--keep", "1", "--yes", status=2)
     assert sorted(told["emptied"]) == ["one", "reset", "two"]
     assert [Path(each["lane"]).name for each in told["lanes"] if each["failed"]] == ["two"]
     assert sum(each["chunks"] for each in told["lanes"]) == 5
@@ -271,9 +268,7 @@ async def test_gc_keeps_what_can_be_found_and_goes_on_after_one_that_vanished(
 def test_purge_refuses_what_it_does_not_understand(
     tmp_path: Path, arguments: tuple[str, ...], message: str
 ) -> None:
-    done = command("purge", str(tmp_path), *arguments)
-    assert done.returncode == 2
-    assert message in done.stderr
+    assert message in error_of("purge", tmp_path, *arguments)
 
 
 async def test_what_a_tenant_has_is_counted_and_purged_by_name(tmp_path: Path) -> None:
@@ -282,16 +277,15 @@ async def test_what_a_tenant_has_is_counted_and_purged_by_name(tmp_path: Path) -
             keys = kvstore.tenant_keys(tenant, KEYS[:count])
             await store.put(keys, [bytes(CHUNK)] * count, durable=True)
     names = ("--tenant", "alice", "--tenant", "bob", "--tenant", "nobody")
-    told = command("inspect", str(tmp_path), *names)
-    assert told.returncode == 0
+    said = run("inspect", tmp_path, *names)
     for row in ("alice      30", "bob      20", "nobody       0", "others      10"):
-        assert row in told.stdout
+        assert row in said
     (namespace,) = json.loads(command("inspect", str(tmp_path), *names, "--json").stdout)[
         "namespaces"
     ]
     assert namespace["tenants"] == {"alice": 30, "bob": 20, "nobody": 0, "others": 10}
     assert purge(tmp_path, tenant="alice", key=KEYS[0])[0].chunks == 0
-    assert command("purge", str(tmp_path), "--tenant", "alice").returncode == 0
+    run("purge", tmp_path, "--tenant", "alice")
     async with kvstore.open({**config(tmp_path), "tenants": {}}) as store:
         for tenant, left in (("alice", 0), ("bob", 20), ("carol", 10)):
             assert sum(store.contains(kvstore.tenant_keys(tenant, KEYS))) == left
@@ -371,9 +365,7 @@ async def strays(tmp_path: Path) -> Path:
     return lane / "segment-7.safetensors"
 
 
-async def test_a_segment_that_strayed_in_is_told_and_left_alone(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+async def test_a_segment_that_strayed_in_is_told_and_left_alone(tmp_path: Path) -> None:
     stray = await strays(tmp_path)
     before, here = stray.read_bytes(), tmp_path / "here"
     told = list(verify(here))
@@ -389,8 +381,7 @@ async def test_a_segment_that_strayed_in_is_told_and_left_alone(
         )  # fmt: skip
     compact(here)
     # Nobody knows whose it is.
-    assert main(["gc", str(here), "--keep", "1"]) == 1
-    assert ": belongs to another namespace" in capsys.readouterr().out
+    assert ": belongs to another namespace" in run("gc", here, "--keep", "1", status=1)
     assert stray.read_bytes() == before
 
 
@@ -430,25 +421,26 @@ async def test_a_cache_whose_epoch_was_lost_is_told_by_every_command(
     epoch.write_bytes(kept)
     assert counted(cache) == [8]
     # Nor is there a chunk needed for it: whose lane it was has told its epoch.
-    assert main(["purge", str(cache), "--all", "--yes"]) == 0
-    assert main(["compact", str(cache)]) == 0
+    run("purge", cache, "--all", "--yes")
+    run("compact", cache)
     epoch.unlink()
     capsys.readouterr()
-    assert main(["verify", str(cache)]) == 1
-    assert "was lost, so nobody can tell which chunks are still right" in capsys.readouterr().out
+    assert "was lost, so nobody can tell which chunks are still right" in run(
+        "verify", cache, status=1
+    )
 
 
 async def test_a_person_is_asked_before_chunks_are_erased_that_nobody_finds(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async with kvstore.open(config(tmp_path)) as store:
         await store.put(KEYS[:8], [payload(key) for key in KEYS[:8]], durable=True)
         await store.reset()
     monkeypatch.setattr(sys, "stdin", Terminal("n\n"))
-    assert main(["purge", str(tmp_path), "--all"]) == 2
-    assert "forget 0 chunks, 0 B" in capsys.readouterr().err
-    assert main(["purge", str(tmp_path), "--all", "--yes"]) == 0
-    assert "forgot 0 chunks, 0 B, and 8 that nobody would find" in capsys.readouterr().out
+    assert "forget 0 chunks, 0 B" in error_of("purge", tmp_path, "--all")
+    assert "forgot 0 chunks, 0 B, and 8 that nobody would find" in run(
+        "purge", tmp_path, "--all", "--yes"
+    )
 
 
 class Terminal(io.StringIO):
