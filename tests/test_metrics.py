@@ -44,7 +44,6 @@ def registered(store: Any) -> Any:
     return registry
 
 
-@pytest.mark.asyncio
 async def test_a_scrape_tells_what_has_happened(tmp_path: Path) -> None:
     async with kvstore.open(small(tmp_path, rows=4, disk=32)) as store:
         registry = registered(store)
@@ -75,7 +74,6 @@ def test_a_path_that_is_no_text_costs_no_metrics(tmp_path: Path) -> None:
     assert b"disk /kv\\\\udcff" in prometheus.generate_latest(registry)
 
 
-@pytest.mark.asyncio
 async def test_every_metric_is_named_and_explained(tmp_path: Path) -> None:
     async with kvstore.open(small(tmp_path, disk=32)) as store:
         text = prometheus.generate_latest(registered(store)).decode()
@@ -85,7 +83,6 @@ async def test_every_metric_is_named_and_explained(tmp_path: Path) -> None:
         assert f"# HELP {PREFIX}{metric.name}{suffix} {metric.text}" in text
 
 
-@pytest.mark.asyncio
 async def test_buckets_count_all_that_took_no_longer(tmp_path: Path) -> None:
     async with kvstore.open(small(tmp_path, disk=32)) as store:
         registry = registered(store)
@@ -98,7 +95,6 @@ async def test_buckets_count_all_that_took_no_longer(tmp_path: Path) -> None:
     assert told["wait_seconds_bucket,+Inf"] == told["wait_seconds_count"] == 4
 
 
-@pytest.mark.asyncio
 async def test_an_asyncio_store_is_scraped_from_a_thread_over_http(tmp_path: Path) -> None:
     async with kvstore.open(small(tmp_path, disk=32)) as store:
         await store.put(KEYS, payloads(KEYS))

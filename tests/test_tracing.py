@@ -46,7 +46,6 @@ async def fill(store: Any) -> None:
         await store.flush()
 
 
-@pytest.mark.asyncio
 async def test_a_lookup_that_waits_is_a_span_of_who_asked(
     tmp_path: Path, exported: Exported
 ) -> None:
@@ -77,7 +76,6 @@ async def test_a_lookup_that_waits_is_a_span_of_who_asked(
     }
 
 
-@pytest.mark.asyncio
 async def test_copies_to_a_slower_tier_are_traces_of_their_own(
     tmp_path: Path, exported: Exported
 ) -> None:
@@ -90,7 +88,6 @@ async def test_copies_to_a_slower_tier_are_traces_of_their_own(
     assert all(about(each)["kvstore.tier"] == "disk" for each in copies)
 
 
-@pytest.mark.asyncio
 async def test_a_request_without_a_name_has_none_in_its_spans(
     tmp_path: Path, exported: Exported
 ) -> None:
@@ -115,7 +112,6 @@ def test_the_caller_of_the_synchronous_face_is_the_parent_too(
     assert exported.only("deferral").parent.span_id == request.get_span_context().span_id
 
 
-@pytest.mark.asyncio
 async def test_a_chunk_that_is_damaged_makes_its_promotion_an_error(
     tmp_path: Path, exported: Exported
 ) -> None:
@@ -186,7 +182,6 @@ def test_without_a_header_that_is_one_a_wait_is_a_trace_of_its_own(
 WAIT = SpanBegin(SpanKind.DEFERRAL, "r", 1.0, 4, "r")
 
 
-@pytest.mark.asyncio
 async def test_what_is_open_at_the_end_is_ended(exported: Exported) -> None:
     writer = SpanWriter(["disk"], CHUNK)
     running = asyncio.ensure_future(writer.run())
@@ -232,7 +227,6 @@ def test_a_tracer_that_raises_costs_nobody_anything(
     ]
 
 
-@pytest.mark.asyncio
 @pytest.mark.parametrize("how", ["as they end", "as the store is closed"])
 async def test_a_span_that_cannot_be_ended_leaves_no_other_open(
     exported: Exported, how: str, monkeypatch: pytest.MonkeyPatch

@@ -24,7 +24,6 @@ def model() -> Model:
     return Model(Shape(layers=2, hidden=64, context=2048), 16)
 
 
-@pytest.mark.asyncio
 @pytest.mark.parametrize(("disk", "wanted"), [(False, 2), (True, 16)])
 async def test_prompts_wider_than_host_memory_are_answered_and_saved_as_far_as_there_is_room(
     monkeypatch: pytest.MonkeyPatch,

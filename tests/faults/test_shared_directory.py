@@ -40,7 +40,6 @@ async def finds(bench: TierBench, number: int) -> bool:
     return found
 
 
-@pytest.mark.asyncio
 @pytest.mark.parametrize("below", ["", "kv", "my cache/kv"])
 async def test_nothing_goes_below_a_mount_point_once_its_file_system_is_gone(
     mount: Mounting, below: str
@@ -60,7 +59,6 @@ async def test_nothing_goes_below_a_mount_point_once_its_file_system_is_gone(
     await bench.close()
 
 
-@pytest.mark.asyncio
 async def test_a_share_that_is_mounted_again_serves_again(mount: Mounting) -> None:
     """A network's file system has another device number then; so has this copy of it."""
     share = tmpfs(mount)
@@ -76,7 +74,6 @@ async def test_a_share_that_is_mounted_again_serves_again(mount: Mounting) -> No
     await bench.close()
 
 
-@pytest.mark.asyncio
 async def test_a_mark_of_before_the_share_was_mounted_marks_nothing(mount: Mounting) -> None:
     """A server began before the mount once, and left one in the folder below."""
     share = tmpfs(mount)
@@ -97,7 +94,6 @@ async def test_a_mark_of_before_the_share_was_mounted_marks_nothing(mount: Mount
     await bench.close()
 
 
-@pytest.mark.asyncio
 async def test_whoever_empties_the_share_may_take_everything(mount: Mounting) -> None:
     share = tmpfs(mount)
     bench = bench_on(share / "kv")
@@ -109,7 +105,6 @@ async def test_whoever_empties_the_share_may_take_everything(mount: Mounting) ->
     await bench.close()
 
 
-@pytest.mark.asyncio
 async def test_a_share_that_may_only_be_read_is_read(mount: Mounting) -> None:
     share = tmpfs(mount)
     bench = bench_on(share)
@@ -123,7 +118,6 @@ async def test_a_share_that_may_only_be_read_is_read(mount: Mounting) -> None:
     await bench.close()
 
 
-@pytest.mark.asyncio
 async def test_a_share_that_others_may_write_to_is_used_no_more(tmp_path: Path) -> None:
     share = tmp_path / "share"
     bench = bench_on(share)
@@ -140,7 +134,6 @@ async def test_a_share_that_others_may_write_to_is_used_no_more(tmp_path: Path) 
     await bench.close()
 
 
-@pytest.mark.asyncio
 @pytest.mark.skipif(os.geteuid() != 0, reason="giving files to another user needs root")
 @pytest.mark.parametrize("plant", [give_away, open_to_all, link_to])
 async def test_a_value_that_others_could_have_written_is_not_served_and_is_replaced(

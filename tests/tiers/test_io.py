@@ -728,7 +728,6 @@ def test_a_mapped_file_may_be_closed_by_the_garbage_collector_at_any_moment(
         assert not closing.is_alive()
 
 
-@pytest.mark.asyncio
 async def test_a_reader_of_a_removed_file_on_a_full_memory_file_system_lives(
     small_disk: Callable[[int], Path], open_bench: OpenBench
 ) -> None:

@@ -205,9 +205,3 @@ async def test_a_pool_that_is_full_refuses_and_still_serves() -> None:
         assert refused
         assert (await bench.fetch([key_of(0), refused[-1]], [0, 0]))[1] is False
         await bench.close()
-
-
-def test_the_package_is_named_where_it_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvstore.tiers.remote.mooncake.Engine", None)
-    with pytest.raises(ValueError, match="pip install mooncake-transfer-engine"):
-        MooncakeTier(PLACE)

@@ -179,12 +179,6 @@ def test_a_directory_that_cannot_be_made_is_refused_at_once(tmp_path: Path) -> N
         ObjectTier(PLACE, url=(tmp_path / "file" / "below").as_uri())
 
 
-def test_the_package_is_named_where_it_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvstore.tiers.remote.object.obstore", None)
-    with pytest.raises(ValueError, match=r"pip install 'kvstore-offload\[object\]'"):
-        ObjectTier(PLACE, url="s3://bucket")
-
-
 async def test_wrong_credentials_are_told_and_shown_nowhere(
     gateway: CephGateway, s3: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -54,13 +54,12 @@ def http(status: str, body: str = "", **headers: str) -> bytes:
 FOUND = {"etag": '"x"', "last-modified": "Mon, 01 Jan 2024 00:00:00 GMT"}
 
 
-@pytest.fixture
+@pytest.fixture(autouse=True)
 def credentials(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
         monkeypatch.setenv(name, "x")
 
 
-@pytest.mark.usefixtures("credentials")
 async def test_what_a_service_says_at_length_is_not_told() -> None:
     """It repeats the session's token."""
     body = f"<Error><Code>InvalidToken</Code><Token-0>s3cret</Token-0>{'x' * 100_000}</Error>"
@@ -79,7 +78,6 @@ async def test_what_a_service_says_at_length_is_not_told() -> None:
     assert len(said) < 2000
 
 
-@pytest.mark.usefixtures("credentials")
 async def test_an_endpoint_without_tls_may_be_named_by_the_environment(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -92,7 +90,6 @@ async def test_an_endpoint_without_tls_may_be_named_by_the_environment(
     assert (done.ok, done.error) == ([False], None)
 
 
-@pytest.mark.usefixtures("credentials")
 async def test_a_list_that_never_ends_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("kvstore.tiers.remote.object.PAGE_SECONDS", 0.2)
     body = (
@@ -106,7 +103,6 @@ async def test_a_list_that_never_ends_is_given_up(monkeypatch: pytest.MonkeyPatc
             await asyncio.wait_for(anext(listed), PATIENCE)
 
 
-@pytest.mark.usefixtures("credentials")
 async def test_dead_connections_are_not_tried_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
     """As after a firewall has forgotten them: what is sent is lost without a word."""
     monkeypatch.setattr("kvstore.tiers.remote.object.IDLE_SECONDS", 0.2)

@@ -316,14 +316,6 @@ async def test_a_server_whose_certificate_is_for_another_name_is_not_used(
     await bench.close()
 
 
-def test_the_package_is_named_where_it_is_missing(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    monkeypatch.setattr("kvstore.tiers.remote.redis.client", None)
-    with pytest.raises(ValueError, match=r"pip install 'kvstore-offload\[redis\]'"):
-        RedisTier(PLACE)
-
-
 # -- a server of which chunks may have a part ----------------------------------------------------
 
 ROOM = 64

@@ -136,3 +136,19 @@ def test_no_message_and_no_description_shows_the_password_of_an_address(address:
 )
 def test_an_address_without_a_secret_is_shown(tier: Any, shown: str) -> None:
     assert shown in told(tier)
+
+
+@pytest.mark.parametrize(
+    ("kind", "name", "told"),
+    [
+        ("redis", "client", r"pip install 'kvstore-offload\[redis\]'"),
+        ("object", "obstore", r"pip install 'kvstore-offload\[object\]'"),
+        ("mooncake", "Engine", "pip install mooncake-transfer-engine"),
+    ],
+)
+def test_the_package_is_named_where_it_is_missing(
+    monkeypatch: pytest.MonkeyPatch, kind: str, name: str, told: str
+) -> None:
+    monkeypatch.setattr(f"kvstore.tiers.remote.{kind}.{name}", None)
+    with pytest.raises(ValueError, match=told):
+        create_tier(kind, PLACE, {"url": "s3://bucket"} if kind == "object" else {})
