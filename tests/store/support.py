@@ -5,6 +5,9 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import hashlib
+import subprocess
+import sys
+import textwrap
 import threading
 from collections.abc import Awaitable, Callable, Collection, Sequence
 from contextlib import AbstractAsyncContextManager
@@ -81,6 +84,17 @@ def hurry(store: Store, seconds: float) -> None:
     store._core._queue.deadline = store._puts._deadline = seconds
 
 
+def slow(monkeypatch: pytest.MonkeyPatch, method: str, seconds: float) -> None:
+    """Let a method of the disk tier take its time."""
+    real = getattr(DiskTier, method)
+
+    async def slowed(self: DiskTier, *args: Any) -> Any:
+        await asyncio.sleep(seconds)
+        return await real(self, *args)
+
+    monkeypatch.setattr(DiskTier, method, slowed)
+
+
 def hold(
     monkeypatch: pytest.MonkeyPatch, method: str, of: Collection[bytes] = ()
 ) -> threading.Event:
@@ -99,6 +113,13 @@ def hold(
 
     monkeypatch.setattr(DiskTier, method, held)
     return gate
+
+
+def program(code: str, *arguments: object, options: Sequence[str] = ()) -> tuple[int, str, str]:
+    """The status, the output and the errors of a program in Python."""
+    words = [sys.executable, *options, "-c", textwrap.dedent(code), *map(str, arguments)]
+    done = subprocess.run(words, capture_output=True, text=True, timeout=2 * PATIENCE, check=False)
+    return done.returncode, done.stdout, done.stderr
 
 
 def answer(value: object) -> Callable[..., Awaitable[object]]:

@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import subprocess
-import sys
-import textwrap
 import threading
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
 from pathlib import Path
@@ -25,7 +22,18 @@ from kvstore.policies.lru import LRU
 from kvstore.tiers import PinnedRegion
 from kvstore.tiers.disk import DiskTier
 from tests.patience import PATIENCE, TOO_LONG, until_async
-from tests.store.support import CHUNK, Open, cancel, contents, hold, hurry, keys_of, payloads
+from tests.store.support import (
+    CHUNK,
+    Open,
+    cancel,
+    contents,
+    hold,
+    hurry,
+    keys_of,
+    payloads,
+    program,
+    slow,
+)
 
 KEYS = keys_of("a", 4)
 
@@ -50,13 +58,7 @@ async def everything_is_free_afterwards(open_store: Open) -> AsyncIterator[None]
 async def test_a_store_that_is_cancelled_while_it_drains_closes(
     open_store: Open, monkeypatch: pytest.MonkeyPatch, times: int, pause: float
 ) -> None:
-    real = DiskTier.write
-
-    async def slow(self: DiskTier, *args: Any) -> Any:
-        await asyncio.sleep(0.2)
-        return await real(self, *args)
-
-    monkeypatch.setattr(DiskTier, "write", slow)
+    slow(monkeypatch, "write", 0.2)
     entered = asyncio.Event()
 
     async def use() -> None:
@@ -326,14 +328,7 @@ PROGRAM = """
 
 @pytest.mark.parametrize("when", ["in use", "closing"])
 def test_a_loop_that_ends_under_a_store_closes_it(tmp_path: Path, when: str) -> None:
-    ended = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(PROGRAM), str(tmp_path / "cache"), when],
-        capture_output=True,
-        text=True,
-        timeout=PATIENCE,
-        check=False,
-    )
-    assert (ended.returncode, ended.stdout, ended.stderr) == (0, "[]\nTrue\n", "")
+    assert program(PROGRAM, tmp_path / "cache", when) == (0, "[]\nTrue\n", "")
 
 
 async def test_leaving_on_another_loop_does_not_close_the_store(open_store: Open) -> None:

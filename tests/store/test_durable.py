@@ -5,8 +5,6 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
-import subprocess
-import sys
 import textwrap
 from pathlib import Path
 
@@ -18,7 +16,7 @@ from kvstore.errors import KVStoreError
 from kvstore.tiers.base import Transfer
 from kvstore.tiers.disk import DiskTier
 from tests.patience import PATIENCE, until_async
-from tests.store.support import Open, busy, cancel, hold, keys_of, payloads, small
+from tests.store.support import Open, busy, cancel, hold, keys_of, payloads, program, small
 
 A, B, WIDE = keys_of("a", 6), keys_of("b", 4), keys_of("wide", 40)
 
@@ -171,16 +169,8 @@ def test_what_it_counts_is_found_after_kill_9(tmp_path: Path, removed: bool) -> 
             print(store.contains(keys) == [not {removed}, True] * 20)
         """
     )
-    killed = subprocess.run([sys.executable, "-c", code, "kill"], timeout=PATIENCE, check=False)
-    assert killed.returncode == -signal.SIGKILL
-    done = subprocess.run(
-        [sys.executable, "-c", code, "look"],
-        capture_output=True,
-        text=True,
-        timeout=PATIENCE,
-        check=False,
-    )
-    assert done.stdout == "True\n", done.stderr
+    assert program(code, "kill")[0] == -signal.SIGKILL
+    assert program(code, "look")[:2] == (0, "True\n")
 
 
 async def test_segments_are_read_whole_by_calls_that_return_less(

@@ -17,6 +17,7 @@ from kvstore.api.store import Store
 from kvstore.errors import KVStoreError
 from tests.patience import PATIENCE, until_async
 from tests.store.support import CHUNK, Open, busy, contents, keys_of, payloads
+from tests.store.test_sync import CALLS as SYNC_CALLS
 
 KEYS = keys_of("a", 4)
 
@@ -27,20 +28,12 @@ async def _lease(store: Store) -> None:
 
 
 CALLS: dict[str, Callable[[Store], Any]] = {
-    "lookup_prefix": lambda store: store.lookup_prefix(KEYS),
+    # Those of the other face: nothing is awaited until `do` does it.
+    **{name: call for name, call in SYNC_CALLS.items() if name != "enter"},  # type: ignore[misc]
     "lookup_prefix of nothing": lambda store: store.lookup_prefix([]),
     "a lease": lambda store: store.get(KEYS),
     "a lease of nothing": lambda store: store.get([]),
-    "compact": lambda store: store.compact(0),
-    "release": lambda store: store.release("mine"),
-    "stats": lambda store: store.stats(),
-    "take_events": lambda store: store.take_events(),
-    "resolve": lambda store: store.resolve(KEYS),
-    "put": lambda store: store.put(KEYS, payloads(KEYS)),
-    "put of nothing": lambda store: store.put([], []),
     "get": _lease,
-    "flush": lambda store: store.flush(),
-    "reset": lambda store: store.reset(),
     "close": lambda store: store.close(),
 }
 

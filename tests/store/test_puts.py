@@ -30,20 +30,9 @@ from tests.store.support import (
     hold,
     keys_of,
     payloads,
+    slow,
     small,
 )
-
-
-def slow(monkeypatch: pytest.MonkeyPatch, method: str, seconds: float) -> None:
-    """Let a method of the disk tier take its time."""
-    real = getattr(DiskTier, method)
-
-    async def slowed(self: DiskTier, *args: Any) -> Any:
-        await asyncio.sleep(seconds)
-        return await real(self, *args)
-
-    monkeypatch.setattr(DiskTier, method, slowed)
-
 
 # -- buffers ---------------------------------------------------------------------------------
 

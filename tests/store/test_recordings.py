@@ -20,9 +20,9 @@ from kvstore.errors import KVStoreError
 from kvstore.observe.recording import RecordingStream
 from kvstore.simulation import Setup, Trace, read_trace, replay
 from kvstore.tiers.disk.format import Geometry
-from tests.patience import PATIENCE, answered_async
+from tests.patience import answered_async
 from tests.simulation.traces import conversations
-from tests.store.support import CHUNK, keys_of
+from tests.store.support import CHUNK, keys_of, small
 
 DATA = bytes(CHUNK)
 HOST, DISK = 48, 96
@@ -43,18 +43,8 @@ async def recorded(path: Path, host: int = HOST, disk: int = DISK) -> AsyncItera
             "eviction_policy": "lru",
         }
     ]
-    config = {
-        "chunk_bytes": CHUNK,
-        "identity": {"model": "m"},
-        "cpu_bytes_to_use": host * CHUNK,
-        "eviction_policy": "lru",
-        # A slow disk makes no misses.
-        "deadline_s": PATIENCE,
-        "max_wait_s": PATIENCE,
-        "record_trace": str(path / "trace.kvt"),
-        "tiers": tiers if disk else [],
-    }
-    async with kvstore.open(config) as store:
+    config = small(path, host, eviction_policy="lru", record_trace=str(path / "trace.kvt"))
+    async with kvstore.open({**config, "tiers": tiers if disk else []}) as store:
         if disk:
             tier = store._core.tiers[0]
             assert isinstance(tier, OwnedTier)

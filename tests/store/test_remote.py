@@ -120,28 +120,6 @@ async def test_a_host_that_starts_again_finds_what_it_had_on_its_disk_and_the_re
             assert list(chunks.sources) == ["disk"] * 3 + ["remote"] * 3
 
 
-@pytest.mark.parametrize("damage", ["empty", "rotten"])
-async def test_a_value_that_went_bad_is_computed_once_and_is_a_hit_for_everybody_then(
-    tmp_path: Path, server: RedisServer, damage: str
-) -> None:
-    redis = pytest.importorskip("redis")
-    async with kvstore.open(host(tmp_path, server)) as one:
-        await one.put(KEYS[:4], payloads(KEYS[:4]))
-        await saved(one)
-    with redis.Redis(port=server.port) as client:
-        (name,) = client.scan_iter(match=f"*{KEYS[1].hex()}")
-        value = client.get(name)
-        client.set(name, b"" if damage == "empty" else value[:-1] + bytes([value[-1] ^ 1]))
-        async with kvstore.open(host(tmp_path, server)) as other:
-            async with other.get(KEYS[:4]) as chunks:
-                assert len(chunks) == 1
-            assert await other.put(KEYS[1:4], payloads(KEYS[1:4])) == 3
-            await saved(other)
-        assert client.get(name) == value
-    async with kvstore.open(host(tmp_path, server)) as last, last.get(KEYS[:4]) as chunks:
-        assert [bytes(chunk) for chunk in chunks] == payloads(KEYS[:4])
-
-
 async def test_a_value_that_cannot_be_read_costs_no_other_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -264,24 +242,6 @@ async def test_it_opens_and_closes_while_the_store_is_away(
         await store.put(KEYS, payloads(KEYS))
         assert await store.resolve(keys_of("others", 3)) == 0
     assert time.monotonic() - began < PATIENCE
-
-
-async def test_after_a_reset_a_host_shares_no_longer_and_takes_nothing_from_others(
-    tmp_path: Path, server: RedisServer
-) -> None:
-    async with (
-        kvstore.open(host(tmp_path / "one", server)) as one,
-        kvstore.open(host(tmp_path / "other", server)) as other,
-    ):
-        await one.put(KEYS, payloads(KEYS))
-        await saved(one)
-        await one.reset()
-        assert await one.resolve(KEYS) == 0
-        new = keys_of("new", 2)
-        await one.put(new, payloads(new))
-        await saved(one)
-        assert await other.resolve(KEYS) == 6
-        assert await other.resolve(new) == 0
 
 
 @pytest.mark.parametrize("reset", [False, True])

@@ -9,7 +9,6 @@ import os
 import random
 import re
 import signal
-import subprocess
 import sys
 import textwrap
 import threading
@@ -20,16 +19,15 @@ from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 
 import kvstore
 from kvstore.api.put import COPY_INLINE_BYTES
 from kvstore.api.store import Store
-from kvstore.api.sync import SyncLease, SyncStore
+from kvstore.api.sync import SyncStore
 from kvstore.errors import BlockKeyError, ConfigError, KVStoreError, LeaseEndedError
 from tests.patience import PATIENCE, TOO_LONG, until
-from tests.store.support import CHUNK, hold, keys_of, payloads, small
+from tests.store.support import CHUNK, hold, keys_of, payloads, program, small
 
 KEYS, ON_DISK = keys_of("a", 4), keys_of("on disk", 4)
 
@@ -409,19 +407,6 @@ def test_whatever_ends_the_block_ends_the_lease(
             chunks[0]
 
 
-def test_an_array_that_outlives_its_lease_keeps_its_row(open_sync: Open) -> None:
-    with open_sync() as store:
-        store.put(KEYS, payloads(KEYS))
-        with store.get(KEYS) as chunks:
-            array = np.frombuffer(chunks[0], np.uint8)
-        assert busy(store) == store.stats().outlived == 1
-        del array
-        until(lambda: busy(store) == 0)
-        with pytest.raises(ValueError, match="mine"), store.get(KEYS) as chunks:
-            array = np.frombuffer(chunks[0], np.uint8)
-            raise ValueError(f"mine: {array[0]}")
-
-
 def test_a_lease_may_be_left_in_another_thread_and_is_begun_once(open_sync: Open) -> None:
     with open_sync() as store:
         store.put(KEYS, payloads(KEYS))
@@ -434,18 +419,6 @@ def test_a_lease_may_be_left_in_another_thread_and_is_begun_once(open_sync: Open
         thread.start()
         thread.join(PATIENCE)
         assert busy(store) == 0
-
-
-def test_a_lease_that_nobody_ends_ends_when_it_is_forgotten(open_sync: Open) -> None:
-    with open_sync() as store:
-        store.put(KEYS, payloads(KEYS))
-        lease: SyncLease | None = store.get(KEYS)
-        assert lease is not None
-        lease.__enter__()
-        assert busy(store) == 4
-        lease = None
-        gc.collect()
-        until(lambda: busy(store) == 0)
 
 
 def test_a_lease_that_outlives_its_store_keeps_its_bytes_until_it_ends(open_sync: Open) -> None:
@@ -843,22 +816,9 @@ def test_an_interpreter_that_ends_with_an_open_store_ends_in_peace(
 ) -> None:
     # Copied by a thread of the interpreter, which takes no work any more when it ends.
     size = COPY_INLINE_BYTES
-    ended = subprocess.run(
-        [
-            sys.executable,
-            "-W",
-            "ignore:This process:DeprecationWarning",
-            "-c",
-            textwrap.dedent(HEAD) + textwrap.dedent(FORGETFUL[way]),
-            str(tmp_path / "cache"),
-            str(size),
-        ],
-        capture_output=True,
-        text=True,
-        timeout=PATIENCE,
-        check=False,
-    )
-    assert (ended.returncode, ended.stdout, ended.stderr) == (0, "done\n", "")
+    code = textwrap.dedent(HEAD) + textwrap.dedent(FORGETFUL[way])
+    quiet = ["-W", "ignore:This process:DeprecationWarning"]
+    assert program(code, tmp_path / "cache", size, options=quiet) == (0, "done\n", "")
     # It was closed, not just left: what was recorded is in the file.
     assert (tmp_path / "cache.trace").stat().st_size > 300
     keys = [bytes([number]) * 32 for number in range(32)]
@@ -885,17 +845,9 @@ def test_an_interpreter_that_ends_while_its_disk_does_not_answer_ends_in_peace(
         store.put(keys, buffers)
         print("done")
     """
-    ended = subprocess.run(
-        [
-            *(sys.executable, "-X", "dev", "-c", textwrap.dedent(HEAD) + textwrap.dedent(code)),
-            *(str(tmp_path / "cache"), "4096"),
-        ],
-        capture_output=True,
-        text=True,
-        timeout=PATIENCE,
-        check=False,
-    )
-    assert (ended.returncode, ended.stdout, ended.stderr) == (0, "done\n", "")
+    code = textwrap.dedent(HEAD) + textwrap.dedent(code)
+    ended = program(code, tmp_path / "cache", 4096, options=["-X", "dev"])
+    assert ended == (0, "done\n", "")
 
 
 def test_a_store_that_is_forgotten_lets_go(tmp_path: Path, open_sync: Open) -> None:

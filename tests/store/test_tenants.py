@@ -60,14 +60,8 @@ async def test_a_flood_leaves_to_others_what_is_theirs(
     open_store: Open, policy: str, flow: str, tmp_path: Any
 ) -> None:
     keys = tenant_keys("alice", keys_of("prompt", 10))
-    tier = {
-        "type": "disk",
-        "path": tmp_path / "shared",
-        "capacity_bytes": 64 * CHUNK + 2**20,
-        "segment_bytes": 16 * CHUNK + 2**14,
-        "eviction_policy": policy,
-        "flow": flow,
-    }
+    (tier,) = small(tmp_path / "shared", disk=48)["tiers"]
+    tier |= {"eviction_policy": policy, "flow": flow}
     settings = {"rows": 24, "tiers": [tier], "eviction_policy": policy}
     async with open_store(**settings, tenants=EVEN) as store:
         await put(store, keys)

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import subprocess
-import sys
 import textwrap
 from collections.abc import Callable
 from typing import Any
@@ -18,7 +16,7 @@ from kvstore.api import lease as onlookers
 from kvstore.errors import LeaseEndedError
 from kvstore.tiers.pinned import PinnedRegion
 from tests.patience import PATIENCE, until_async
-from tests.store.support import CHUNK, Open, busy, keys_of, payloads, small
+from tests.store.support import CHUNK, Open, busy, keys_of, payloads, program, small
 
 torch = pytest.importorskip("torch")
 
@@ -253,10 +251,7 @@ gc.collect()
 assert np.asarray(tensor).tobytes() == payloads[1]
 print("same")
 """
-    run = subprocess.run(
-        [sys.executable, "-c", script], capture_output=True, text=True, timeout=2 * PATIENCE
-    )
-    assert (run.returncode, run.stdout.strip()) == (0, "same"), run.stderr
+    assert program(script)[:2] == (0, "same\n")
 
 
 def test_a_region_that_is_closed_stays_as_long_as_a_tensor_looks_at_it() -> None:
@@ -272,10 +267,7 @@ gc.collect()
 assert int(tensor.sum()) == 7 * (4 << 20)
 print("same")
 """
-    run = subprocess.run(
-        [sys.executable, "-c", script], capture_output=True, text=True, timeout=2 * PATIENCE
-    )
-    assert (run.returncode, run.stdout.strip()) == (0, "same"), run.stderr
+    assert program(script)[:2] == (0, "same\n")
 
 
 def test_a_region_that_nobody_looks_at_is_given_back_at_once() -> None:

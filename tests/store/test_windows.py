@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import threading
 from pathlib import Path
 from typing import Any
 
@@ -78,20 +77,6 @@ async def test_there_is_no_window_after_a_reset(tmp_path: Path) -> None:
             with pytest.raises(StopAsyncIteration):
                 await anext(windows)
         await asyncio.wait_for(resetting, PATIENCE)
-
-
-def test_there_is_no_window_after_a_reset_without_asyncio(tmp_path: Path) -> None:
-    with kvstore.open_sync(config(tmp_path)) as store:
-        assert store.put(KEYS[:8], [bytes([n]) * CHUNK for n in range(8)]) == 8
-        with store.windows(KEYS[:8], 4) as windows:
-            assert len(next(windows)) == 4
-            resetting = threading.Thread(target=store.reset)
-            resetting.start()
-            until(lambda: store.resets == 1)
-            assert store.put(KEYS[:8], [bytes([n]) * CHUNK for n in range(8)]) == 8
-            assert next(windows, None) is None
-        resetting.join(PATIENCE)
-        assert not resetting.is_alive()
 
 
 async def test_who_stops_in_the_middle_leaves_nothing_leased(tmp_path: Path) -> None:
