@@ -97,10 +97,8 @@ def test_what_it_prints_can_be_put_into_a_file(
 def test_a_disk_that_reads_slower_than_the_server_computes_does_not_pay(trace: Path) -> None:
     advice = told(trace, "--host", "5%", "--compute-ms", 1, "--read-ms", 2.5)
     assert advice["best"]["disk_chunks"] == 0
-    assert (
-        "A disk does not pay: reading a chunk takes 2.5 ms, and computing it 1 ms."
-        in (advice["advice"])
-    )
+    said = "A disk does not pay: reading a chunk takes 2.5 ms, and computing it 1 ms."
+    assert said in advice["advice"]
 
 
 def repeated(path: Path, *, again: int, others: int, times: int) -> Path:
@@ -220,9 +218,8 @@ def test_prompts_larger_than_host_memory_are_told_of(tmp_path: Path) -> None:
     line = json.dumps({"timestamp": 1, "hash_ids": list(range(100))})
     path.write_text("\n".join([line] * 20))
     advice = told(path, "--host", 10)
-    assert any(
-        "The longest prompt has 100 chunks, more than host" in one for one in advice["advice"]
-    )
+    said = "The longest prompt has 100 chunks, more than host"
+    assert any(said in one for one in advice["advice"])
     assert not any("-" in one for one in advice["advice"] if "brings" in one), "no gain below 0"
 
 

@@ -57,6 +57,18 @@ def damage(place: Place) -> None:
         segment.write(b"damage")
 
 
+def cannot_search(monkeypatch: pytest.MonkeyPatch, name: str, error: int) -> None:
+    """Folders of that name cannot be looked into."""
+    real = survey._holds_namespace
+
+    def holds(folder: Path) -> bool:
+        if folder.name == name:
+            raise OSError(error, os.strerror(error))
+        return real(folder)
+
+    monkeypatch.setattr(survey, "_holds_namespace", holds)
+
+
 def two_keys(tmp_path: Path) -> list[Path]:
     """The files of two keys."""
     paths = [tmp_path / "keys", tmp_path / "others"]
@@ -239,14 +251,7 @@ async def test_an_import_does_not_guess_how_much_is_there(
 ) -> None:
     file, there = await exported(tmp_path), tmp_path / "there"
     namespace = await fill(there, keys_of("more", 60))
-    real = survey._holds_namespace
-
-    def holds(folder: Path) -> bool:
-        if folder == namespace:
-            raise OSError(errno.EIO, os.strerror(errno.EIO))
-        return real(folder)
-
-    monkeypatch.setattr(survey, "_holds_namespace", holds)
+    cannot_search(monkeypatch, namespace.name, errno.EIO)
     with pytest.raises(PathUnusableError, match="Input/output error"):
         import_bundle(file, there)
 
@@ -417,8 +422,7 @@ async def test_of_two_copies_that_is_shown_which_the_keys_open(tmp_path: Path) -
             store = stores.enter_context(kvstore.open_sync(config))
             assert store.put([b"key"], [bytes(CHUNK)], durable=True) == 1
     for path in secrets:
-        done = command("show", str(tmp_path / "here"), b"key".hex(), "--keys", str(path))
-        assert (done.returncode, "whole      yes" in done.stdout) == (0, True), done
+        assert "whole      yes" in run("show", tmp_path / "here", b"key".hex(), "--keys", path)
 
 
 async def test_with_keys_an_export_takes_the_copy_that_is_whole(tmp_path: Path) -> None:
@@ -436,8 +440,7 @@ async def test_with_keys_an_export_takes_the_copy_that_is_whole(tmp_path: Path) 
         ([], "1 chunk encrypted: read, but not checked; see --keys"),
         (["--keys", str(others)], f"1 chunk encrypted with keys that {others} does not have"),
     ]:
-        done = command(*export, *given)
-        assert (done.returncode, told in done.stdout) == (0, True), done
+        assert told in run(*export, *given)
         assert json.loads(command(*export, *given, "--json").stdout)["unchecked"] == 1
         # Nobody could tell, and the importer does.
         assert len(import_bundle(file, tmp_path / "there", keys=str(secrets)).faults) == 1
@@ -522,16 +525,11 @@ async def test_only_what_was_used_of_late_may_be_asked_for(tmp_path: Path) -> No
     await asyncio.sleep(2.5)
     async with kvstore.open(settings(tmp_path / "here")) as store:
         assert len(await contents(store, KEYS[:3])) == 3
-    run("export", tmp_path / "here", file, "--used", "2s")
+    export = ["export", tmp_path / "here", file, "--used"]
+    run(*export, "2s")
     assert set(load_file(str(file))) == {key.hex() for key in KEYS[:3]}
-    assert (
-        "holds no chunk to export"
-        in command("export", str(tmp_path / "here"), str(file), "--used", "0s").stderr
-    )
-    assert (
-        "--used 'now': allowed are ages"
-        in command("export", str(tmp_path / "here"), str(file), "--used", "now").stderr
-    )
+    assert "holds no chunk to export" in error_of(*export, "0s")
+    assert "--used 'now': allowed are ages" in error_of(*export, "now")
 
 
 async def test_a_damaged_chunk_is_left_out_and_the_file_stays_whole(tmp_path: Path) -> None:
@@ -583,8 +581,7 @@ async def test_a_folder_that_others_may_write_to_takes_an_import_where_it_is_tol
     folder.mkdir()
     folder.chmod(0o777)
     error_of("import", file, folder)
-    done = command("import", str(file), str(folder), "--no-strict-modes")
-    assert (done.returncode, "has 20 of 20 chunks now" in done.stdout) == (0, True)
+    assert "has 20 of 20 chunks now" in run("import", file, folder, "--no-strict-modes")
 
 
 async def test_a_bundle_that_was_cut_short_is_called_that_once(tmp_path: Path) -> None:
@@ -633,13 +630,11 @@ def test_what_is_no_bundle_is_refused(tmp_path: Path, content: bytes, what: str)
 async def test_a_folder_is_no_bundle_and_a_name_that_no_import_takes_is_not_exported(
     tmp_path: Path,
 ) -> None:
-    done = command("import", str(tmp_path), str(tmp_path / "there"))
-    assert (done.returncode, f"{tmp_path} is no regular file" in done.stderr) == (2, True)
+    assert f"{tmp_path} is no regular file" in error_of("import", tmp_path, tmp_path / "there")
     await fill(tmp_path / "cache", model="one")
     (folder,) = (tmp_path / "cache").iterdir()
     odd = folder.rename(folder.with_name("a copy"))
-    done = command("export", str(odd), str(tmp_path / "x"))
-    assert (done.returncode, "namespace name 'a copy': allowed are" in done.stderr) == (2, True)
+    assert "namespace name 'a copy': allowed are" in error_of("export", odd, tmp_path / "x")
     assert not (tmp_path / "x").exists()
 
 
@@ -780,14 +775,7 @@ async def test_a_folder_that_cannot_be_searched_is_no_namespace_to_choose(
     await fill(tmp_path / "here")
     (tmp_path / "here" / "private").mkdir()
     (tmp_path / "there" / "private").mkdir(parents=True)
-    real = survey._holds_namespace
-
-    def holds(folder: Path) -> bool:
-        if folder.name == "private":
-            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
-        return real(folder)
-
-    monkeypatch.setattr(survey, "_holds_namespace", holds)
+    cannot_search(monkeypatch, "private", errno.EACCES)
     assert export_bundle(tmp_path / "here", tmp_path / "bundle").chunks == len(KEYS)
     with pytest.raises(PathUnusableError, match="name a capacity with --capacity"):
         import_bundle(tmp_path / "bundle", tmp_path / "there")

@@ -8,6 +8,7 @@ import re
 import shlex
 import subprocess
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -20,20 +21,10 @@ CHUNK = 64 * 1024
 KEYS = [b"key-%03d" % index + b"\0\0\0\0" for index in range(30)]
 
 
-def config(path: Path) -> dict[str, object]:
-    return {
-        "cpu_bytes_to_use": "4MiB",
-        "chunk_bytes": CHUNK,
-        "identity": {"model": "tiny"},
-        "tiers": [
-            {
-                "type": "disk",
-                "path": str(path),
-                "capacity_bytes": "4MiB",
-                "segment_bytes": "1MiB",
-            }
-        ],
-    }
+def config(path: Path, host: str = "4MiB", capacity: int = 2**22) -> dict[str, Any]:
+    disk = {"type": "disk", "path": str(path), "segment_bytes": "1MiB", "capacity_bytes": capacity}
+    sizes = {"cpu_bytes_to_use": host, "chunk_bytes": CHUNK}
+    return {**sizes, "identity": {"model": "tiny"}, "tiers": [disk]}
 
 
 @pytest.fixture

@@ -61,62 +61,26 @@ def test_places_that_give_hits_help_and_say_how_much() -> None:
 @pytest.mark.parametrize(
     ("values", "place", "verdict", "advice"),
     [
-        (
-            {("tier_written_chunks", "disk"): 5000.0, ("tier_written_bytes", "disk"): 2.0**30},
-            "disk",
-            "does not help",
-            "1.0 GiB were written, 5000 chunks for each",
-        ),
-        (
-            {("tier_chunks", "disk"): 10.0, ("tier_outpaced", "disk"): 1.0},
-            "disk",
-            "does not help",
-            "Computing is faster",
-        ),
-        (
-            {("tier_chunks", "disk"): 10.0, ("tier_stalled", "disk"): 1.0},
-            "disk",
-            "too little to tell",
-            "It is stalled now",
-        ),
-        (
-            {("stored_chunks", ""): 1000.0, ("refused_chunks", ""): 100.0},
-            "host memory",
-            "does not help",
-            "100 of 1100 chunks found no room",
-        ),
-        (
-            {("stored_chunks", ""): 10.0, ("timeouts", ""): 3.0},
-            "host memory",
-            "too little to tell",
-            "3 requests waited until their deadline",
-        ),
-        (
-            {("stored_chunks", ""): 1000.0, ("shed_chunks", ""): 1000.0},
-            "host memory",
-            "does not help",
-            "1000 of 1000 chunks found no room, or left",
-        ),
-        (
-            {("loaded_tier_chunks", "disk"): 200.0, ("tier_outpaced", "disk"): 1.0},
-            "disk",
-            "helps",
-            "Computing is faster than reading from it now, so it is not read.",
-        ),
-        (
-            {("loaded_tier_chunks", "remote"): 200.0, ("store_away", "remote"): 1.0},
-            "remote",
-            "helps",
-            "It is away now",
-        ),
-        (
-            {("loaded_tier_chunks", "disk"): 200.0, ("tier_errors", "disk"): 1.0},
-            "disk",
-            "helps",
-            "Since the start 1 operation on it failed, and 0 chunks could not be written",
-        ),
+        ({("tier_written_chunks", "disk"): 5000.0, ("tier_written_bytes", "disk"): 2.0**30},
+         "disk", "does not help", "1.0 GiB were written, 5000 chunks for each"),
+        ({("tier_chunks", "disk"): 10.0, ("tier_outpaced", "disk"): 1.0},
+         "disk", "does not help", "Computing is faster"),
+        ({("tier_chunks", "disk"): 10.0, ("tier_stalled", "disk"): 1.0},
+         "disk", "too little to tell", "It is stalled now"),
+        ({("stored_chunks", ""): 1000.0, ("refused_chunks", ""): 100.0},
+         "host memory", "does not help", "100 of 1100 chunks found no room"),
+        ({("stored_chunks", ""): 10.0, ("timeouts", ""): 3.0},
+         "host memory", "too little to tell", "3 requests waited until their deadline"),
+        ({("stored_chunks", ""): 1000.0, ("shed_chunks", ""): 1000.0},
+         "host memory", "does not help", "1000 of 1000 chunks found no room, or left"),
+        ({("loaded_tier_chunks", "disk"): 200.0, ("tier_outpaced", "disk"): 1.0},
+         "disk", "helps", "Computing is faster than reading from it now, so it is not read."),
+        ({("loaded_tier_chunks", "remote"): 200.0, ("store_away", "remote"): 1.0},
+         "remote", "helps", "It is away now"),
+        ({("loaded_tier_chunks", "disk"): 200.0, ("tier_errors", "disk"): 1.0}, "disk", "helps",
+         "Since the start 1 operation on it failed, and 0 chunks could not be written"),
     ],
-)
+)  # fmt: skip
 def test_what_is_wrong_is_named_and_what_to_change(
     values: dict[tuple[str, str], float], place: str, verdict: str, advice: str
 ) -> None:

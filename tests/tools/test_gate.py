@@ -92,8 +92,7 @@ def test_what_would_fail_at_the_end_is_refused_before_the_engines(
 ) -> None:
     (tmp_path / "prompts").write_text("a")
     file = tmp_path / "gate" if more else tmp_path / "none" / "gate"
-    words = ["gate", "m", str(file), "--prompts", str(tmp_path / "prompts"), *more]
-    error = error_of(*words)
+    error = error_of("gate", "m", file, "--prompts", tmp_path / "prompts", *more)
     assert told in error
     assert "computing" not in error
 

@@ -40,6 +40,9 @@ READING = [
 CHANGING = [["compact"], ["purge", "--all"]]
 
 
+needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root can be another user")
+
+
 def run(*arguments: object) -> tuple[int, str]:
     """The exit status of the command, and all that it says."""
     done = command(*map(str, arguments))
@@ -291,11 +294,10 @@ def test_a_purge_that_cannot_write_has_failed(cache: Path, monkeypatch: pytest.M
 
 @pytest.mark.parametrize("command_line", CHANGING)
 @pytest.mark.parametrize("odd", ["lane", "lock", "owner", "links"])
+@needs_root
 def test_a_dry_run_tells_which_files_the_run_would_not_change(
     cache: Path, command_line: list[str], odd: str
 ) -> None:
-    if os.geteuid() != 0:
-        pytest.skip("only root can give a file to another user")
     segment = segments(cache)[0]
     if odd == "lane":
         segment.parent.chmod(0o777)
@@ -329,66 +331,32 @@ def test_lanes_whose_namespace_file_is_lost_are_told_and_left_alone(cache: Path)
     assert [path.name for path in segments(lost)] == [path.name for path in segments(namespace)]
 
 
-def nothing(path: Path) -> None:
-    path.unlink()
+Make = Callable[[Path], object]
+
+INSTEAD: dict[str, Make] = {
+    "nothing": lambda path: None,
+    "a folder": Path.mkdir,
+    "a pipe": os.mkfifo,
+    "a link to nothing": lambda path: path.symlink_to("nowhere"),
+    "a link to itself": lambda path: path.symlink_to(path),
+    "a link to zeros": lambda path: path.symlink_to("/dev/zero"),
+}
+CHANGED: dict[str, Make] = {
+    "empty": lambda path: path.write_bytes(b""),
+    "deep": lambda path: path.write_bytes(b"[" * 100_000),
+    "huge": lambda path: os.truncate(path, 2**42),
+}
 
 
-def a_folder(path: Path) -> None:
-    path.unlink()
-    path.mkdir()
-
-
-def a_pipe(path: Path) -> None:
-    path.unlink()
-    os.mkfifo(path)
-
-
-def a_link_to_nothing(path: Path) -> None:
-    path.unlink()
-    path.symlink_to("nowhere")
-
-
-def a_link_to_itself(path: Path) -> None:
-    path.unlink()
-    path.symlink_to(path)
-
-
-def a_link_to_zeros(path: Path) -> None:
-    path.unlink()
-    path.symlink_to("/dev/zero")
-
-
-def empty(path: Path) -> None:
-    path.write_bytes(b"")
-
-
-def deep(path: Path) -> None:
-    path.write_bytes(b"[" * 100_000)
-
-
-def huge(path: Path) -> None:
-    os.truncate(path, 2**42)
-
-
-ODD = [
-    nothing,
-    a_folder,
-    a_pipe,
-    a_link_to_nothing,
-    a_link_to_itself,
-    a_link_to_zeros,
-    empty,
-    deep,
-    huge,
-]
-
-
-@pytest.mark.parametrize("change", ODD)
+@pytest.mark.parametrize("odd", [*INSTEAD, *CHANGED])
 @pytest.mark.parametrize("part", ["namespace.json", "lane-0/lock", "lane-0/segment-1.safetensors"])
 def test_no_oddity_in_the_place_of_a_file_ends_a_command_by_a_traceback(
-    cache: Path, change: Callable[[Path], None], part: str
+    cache: Path, odd: str, part: str
 ) -> None:
-    change(namespace_of(cache) / part)
+    path = namespace_of(cache) / part
+    if odd in INSTEAD:
+        path.unlink()
+    (INSTEAD | CHANGED)[odd](path)
     for arguments in (*READING, *CHANGING, ["inspect", "--json"]):
         status, told = run(*arguments, cache)
         assert status in (0, 1, 2)
@@ -449,10 +417,18 @@ print(json.dumps(told))
 """
 
 
+def as_stranger(commands: list[list[str]]) -> Iterator[tuple[list[str], int, str]]:
+    """The commands as another user runs them: the exit status of each, and all that it says."""
+    words = [sys.executable, "-c", AS_STRANGER, json.dumps(commands)]
+    done = subprocess.run(words, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    for arguments, (status, told) in zip(commands, json.loads(done.stdout), strict=True):
+        yield arguments, status, told
+
+
 @pytest.mark.parametrize("part", ["cache", "namespace", "lane", "segment"])
+@needs_root
 def test_a_cache_that_this_user_may_not_read_is_told_in_words(cache: Path, part: str) -> None:
-    if os.geteuid() != 0:
-        pytest.skip("becoming another user needs root")
     tree = [cache, namespace_of(cache), namespace_of(cache) / "lane-0", segments(cache)[0]]
     hidden = ["cache", "namespace", "lane", "segment"].index(part)
     for parent in [*cache.parents, *tree[:hidden]]:
@@ -460,20 +436,15 @@ def test_a_cache_that_this_user_may_not_read_is_told_in_words(cache: Path, part:
             parent.chmod(0o755)
     (namespace_of(cache) / "namespace.json").chmod(0o644)
     commands = [[*arguments, str(cache)] for arguments in (*READING, *CHANGING)]
-    done = subprocess.run(
-        [sys.executable, "-c", AS_STRANGER, json.dumps(commands)], capture_output=True, text=True
-    )
-    assert done.returncode == 0, done.stderr
-    for arguments, (status, told) in zip(commands, json.loads(done.stdout), strict=True):
+    for arguments, status, told in as_stranger(commands):
         assert status in (1, 2), (arguments, told)
         assert "Permission denied" in told or "cannot be read" in told, (arguments, told)
 
 
 @pytest.mark.parametrize("mode", [0o700, 0o711])
+@needs_root
 def test_a_namespace_beside_others_that_cannot_be_searched_is_told(cache: Path, mode: int) -> None:
     """That nothing was done there is no success. A lost+found is nobody's cache."""
-    if os.geteuid() != 0:
-        pytest.skip("becoming another user needs root")
     hidden = shutil.copytree(namespace_of(cache), cache / "hidden")
     hidden.chmod(mode)
     (cache / "lost+found").mkdir(mode=0o700)
@@ -483,11 +454,7 @@ def test_a_namespace_beside_others_that_cannot_be_searched_is_told(cache: Path, 
     reading = [["inspect"], ["verify"]]
     changing = [["compact"], ["purge", "--all"], ["gc", "--yes", "--keep", "2"]]
     commands = [[*arguments, str(cache)] for arguments in (*reading, *changing)]
-    done = subprocess.run(
-        [sys.executable, "-c", AS_STRANGER, json.dumps(commands)], capture_output=True, text=True
-    )
-    assert done.returncode == 0, done.stderr
-    for arguments, (status, told) in zip(commands, json.loads(done.stdout), strict=True):
+    for arguments, status, told in as_stranger(commands):
         assert "lost+found" not in told
         assert status in (1, 2), (arguments, told)
         assert "hidden" in told, (arguments, told)

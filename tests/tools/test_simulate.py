@@ -168,33 +168,25 @@ def test_a_picture_is_drawn(trace: Path, tmp_path: Path, suffix: str) -> None:
         (["--host", "1" + 400 * "0"], "--host 1"),
         (["--host", "1000000000PiB", "--chunk-bytes", "1"], "--host 1000000000PiB: must be"),
         (["--sample", "2"], "--sample 2.0: must be above 0 and at most 1"),
-        (
-            ["--host", "64GiB"],
-            "--host 64GiB: a size in bytes needs --chunk-bytes, because trace.jsonl",
-        ),
+        (["--host", "64GiB"],
+         "--host 64GiB: a size in bytes needs --chunk-bytes, because trace.jsonl"),
         (["--disk", "5,1TiB"], "--disk 1TiB: a size in bytes needs --chunk-bytes"),
         (["--replicas", "2", "--store", "1GiB"], "--store 1GiB: a size in bytes needs --chunk-b"),
         (["--read-ms", "3"], "--read-ms says what is saved only with --compute-ms"),
-        (
-            ["--compute-ms", "3", "--curve"],
-            "--curve is of all sizes of one server's host memory: without",
-        ),
+        (["--compute-ms", "3", "--curve"],
+         "--curve is of all sizes of one server's host memory: without"),
         (["--picture", "x.jpg"], "x.jpg: a picture must end in one of: .png, .svg"),
         (["--disk", "1%"], "--disk 1%: less than one chunk; 0 is none"),
         (["--disk", "1KiB", "--chunk-bytes", "2KiB"], "--disk 1KiB: less than one chunk"),
         (["--replicas", "2", "--store", "1%"], "--store 1%: less than one chunk"),
         (["--host", "9" * 400 + "%"], "--host 99"),
-        (
-            ["--curve", "--disk", "5"],
-            "--curve is of all sizes of one server's host memory: without",
-        ),
+        (["--curve", "--disk", "5"],
+         "--curve is of all sizes of one server's host memory: without"),
         (["--disk", "5", "--disk-admission", BUDGET], "bytes_per_day is of the whole trace"),
-        (
-            ["--disk-admission", BUDGET, "--chunk-bytes", "1KiB", "--sample", "0.5"],
-            "bytes_per_day is of the whole trace",
-        ),
+        (["--disk-admission", BUDGET, "--chunk-bytes", "1KiB", "--sample", "0.5"],
+         "bytes_per_day is of the whole trace"),
     ],
-)
+)  # fmt: skip
 def test_what_cannot_be_done_is_refused_by_name(
     trace: Path, arguments: list[str], message: str
 ) -> None:

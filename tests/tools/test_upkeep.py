@@ -22,6 +22,7 @@ from kvstore.maintenance.survey import Progress, survey, verify
 from kvstore.tiers.disk.lane import PID_BYTES
 from kvstore.tools.cli import main
 from tests.patience import until_async
+from tests.tools import test_command
 from tests.tools.support import command, error_of, in_a_process, json_of, run
 from tests.tools.test_command import CHUNK
 
@@ -30,19 +31,7 @@ KEYS = [b"key-%04d" % index + b"\0\0\0\0" for index in range(120)]
 
 
 def config(path: Path) -> dict[str, Any]:
-    return {
-        "cpu_bytes_to_use": "16MiB",
-        "chunk_bytes": CHUNK,
-        "identity": {"model": "tiny"},
-        "tiers": [
-            {
-                "type": "disk",
-                "path": str(path),
-                "capacity_bytes": CAPACITY,
-                "segment_bytes": "1MiB",
-            }
-        ],
-    }
+    return test_command.config(path, "16MiB", CAPACITY)
 
 
 def payload(key: bytes) -> bytes:
