@@ -221,11 +221,13 @@ class Event:
         keys: their keys.
         medium: "host", "disk" or "remote".
         removed: whether they left.
+        tier: name of the tier, as in `TierStats`; "" for host memory.
     """
 
     keys: list[bytes]
     medium: str
     removed: bool
+    tier: str = ""
 
 
 @dataclass(slots=True)

@@ -34,7 +34,7 @@ from kvstore.engine.engine import end_engine
 from kvstore.engine.loop_steps import STUCK, Driver
 from kvstore.engine.unnamed_requests import Prompt, Prompts
 from kvstore.errors import KVStoreError, LeaseEndedError
-from kvstore.observe.logs import warn_with
+from kvstore.observe.logs import warn_of_uncleared, warn_with
 from kvstore.types import Event, about
 
 __all__ = ["COPY_INLINE_BYTES", "Chunks", "Store", "open", "start"]
@@ -626,6 +626,7 @@ class Store:
         self._driver.check()
         self._core.reset()
         self._driver.pump()
+        self._keep_up()
         core = self._core
         # Chunks may be in use without a lease for an unlimited time.
         await self._driver.until(
@@ -643,7 +644,6 @@ class Store:
         """
         await self._driver.until(lambda: not self._core.clearing)
         if self._core.uncleared:
-            self._keep_up()
             raise KVStoreError(
                 f"{', '.join(self._core.uncleared)} cannot be cleared now, which is tried again: "
                 "until then the next process may find what was stored before"
@@ -872,8 +872,12 @@ class Store:
             # A loop that ends cancels every task once, this one too; it continues nevertheless.
             try:
                 await self._save(whole)
+                if self._core.uncleared:
+                    # Clearing that has failed meanwhile is tried once more.
+                    await self._save(end - time.monotonic())
             except asyncio.CancelledError:
                 self._make_haste()
+            warn_of_uncleared(self._core.uncleared)
             self._prompts.end_all()
         self._driver.closed = True
         self._driver.wake()

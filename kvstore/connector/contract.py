@@ -128,12 +128,14 @@ class OffloadingEvent:
     Attributes:
         block_hashes: published alias of `keys`, also as a keyword argument.
         block_size: tokens of an offloaded block.
+        tier: name of the tier; "" for host memory.
     """
 
     keys: list[bytes]
     block_size: int
     medium: str
     removed: bool
+    tier: str
 
     def __init__(
         self,
@@ -141,9 +143,11 @@ class OffloadingEvent:
         block_size: int = 1,
         medium: str = "",
         removed: bool = False,
+        tier: str = "",
         *,
         block_hashes: list[bytes] | None = None,
     ) -> None:
+        self.tier = tier
         self.keys = _either("keys", keys, block_hashes)
         self.block_size = block_size
         self.medium = medium

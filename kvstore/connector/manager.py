@@ -423,7 +423,7 @@ class KVStoreManager(OffloadingManager):
 
     def take_events(self) -> list[OffloadingEvent]:
         return [
-            OffloadingEvent(event.keys, self._block_size, event.medium, event.removed)
+            OffloadingEvent(event.keys, self._block_size, event.medium, event.removed, event.tier)
             for event in self._core.take_events()
         ]
 

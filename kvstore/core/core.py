@@ -435,7 +435,12 @@ class Core(CoreSteps):
         )
 
     def save(self) -> None:
-        """Copy to every tier the chunks that it would otherwise get only when they are given up."""
+        """Copy to every tier the chunks that it would otherwise get only when they are given up.
+
+        A tier that could not be cleared after a reset is tried again now.
+        """
+        for target in self.targets:
+            target.retry_clearing()
         self._uses.tell_all()
         if self._cascades.demoting:
             chunks = [chunk for chunk in self._pool.chunks.values() if chunk.state != FILLING]
@@ -523,11 +528,11 @@ class Core(CoreSteps):
 
         If events are not taken for long the older ones are lost: `CoreStats.events_lost`.
         """
-        histories = [("host", self._pool.history.take())]
-        histories += [(tier.medium, tier.index.history.take()) for tier in self.tiers]
+        histories = [("host", "", self._pool.history.take())]
+        histories += [(tier.medium, tier.name, tier.index.history.take()) for tier in self.tiers]
         return [
-            Event([key for key, _ in run], medium, removed=left)
-            for medium, history in histories
+            Event([key for key, _ in run], medium, left, name)
+            for medium, name, history in histories
             for left, run in itertools.groupby(history, key=operator.itemgetter(1))
         ]
 

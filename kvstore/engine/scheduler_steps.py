@@ -23,6 +23,7 @@ from kvstore.assembly import Assembly
 from kvstore.core import Core
 from kvstore.engine.engine import EngineThread
 from kvstore.errors import KVStoreError
+from kvstore.observe.logs import warn_of_uncleared
 from kvstore.types import about
 
 __all__ = ["IDLE_STEP_SECONDS", "WAIT_SECONDS", "Stepper", "in_turns"]
@@ -188,13 +189,7 @@ class Stepper:
         try:
             # Some is left for closing the tiers that do answer.
             self._save(end - min(CLOSE_SECONDS, seconds / 4))
-            if self.core.uncleared:
-                logger.warning(
-                    "%s could not be cleared after a reset: the next process may find what was "
-                    "stored before it",
-                    ", ".join(self.core.uncleared),
-                    extra=about("tier.not_cleared", tiers=self.core.uncleared),
-                )
+            warn_of_uncleared(self.core.uncleared)
         except Exception:
             logger.exception(
                 "chunks that were not copied yet are lost", extra=about("store.unsaved")
@@ -215,12 +210,14 @@ class Stepper:
 
     def _save(self, end: float) -> None:
         """Copy chunks that wait for their tiers, and clear these after a reset, until `end`."""
-        self.core.save()
-        while (self.core.unsaved or self.core.clearing) and time.monotonic() < end:
-            self.begin()
-            self.hand_over()
-            if not self.core.behind:
-                self.engine.wait(0.01)
+        # Clearing that fails meanwhile is tried once more.
+        for _ in range(2):
+            self.core.save()
+            while (self.core.unsaved or self.core.clearing) and time.monotonic() < end:
+                self.begin()
+                self.hand_over()
+                if not self.core.behind:
+                    self.engine.wait(0.01)
 
     def _poll(self, now: float) -> None:
         self.core.poll(now, self.engine.take())

@@ -123,9 +123,10 @@ class Adapters:
         return use
 
     def replaced(self, adapter: int, path: str) -> None:
-        """vLLM reads the files of an adapter again, which it may have loaded."""
-        self._adapters.setdefault(adapter, _Adapter()).doubtful = True
-        self._tell(f"adapter {path}: was loaded in place")
+        """vLLM reads the files of an adapter again; nothing is lost where no request has come."""
+        if adapter in self._adapters:
+            self._adapters[adapter].doubtful = True
+            self._tell(f"adapter {path}: was loaded in place")
 
     def unknown(self, request: str) -> Use:
         """Begin a request whose adapter is not known."""

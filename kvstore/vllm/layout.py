@@ -67,6 +67,8 @@ class Layout:
     Attributes:
         chunk_bytes: bytes of a chunk, all ranks together.
         rank_bytes: bytes of a chunk among which one rank has its own.
+        one_block: whether a chunk is one block of vLLM's. Of several the key names the last one,
+            and vLLM remembers the others, for 40 bytes a token, as long as a tier has it.
         copies: ranks that have bytes of their own; 1 when all hold the same bytes.
         canonical: bytes and identity are the same for every tensor parallel size.
         identity: what must be equal for chunks to be exchanged.
@@ -93,6 +95,7 @@ class Layout:
         if self.canonical and kv_heads:
             self.copies = min(self.copies, kv_heads)
         blocks = int(cache.blocks_per_chunk)
+        self.one_block = blocks == 1
         self.chunk_bytes = per_block * blocks * self.copies
         self.rank_bytes = self.chunk_bytes if self.canonical else per_block * blocks
         self.identity: Mapping[str, Any] = {

@@ -133,10 +133,8 @@ class KVStoreOffloadingManager(OffloadingManager):
             identity=spec.identity,
             keep_events=spec.config.enable_kv_cache_events,
         )
-        parallel = spec.config.parallel
-        region = manager_region(
-            engine, parallel.world_size, spec.region_shape, stages=parallel.pp_size
-        )
+        its = spec.config.parallel
+        region = manager_region(engine, its.world_size, spec.region_shape, stages=its.pp_size)
         self._manager = KVStoreManager(
             config,
             region,
@@ -315,15 +313,13 @@ class KVStoreOffloadingManager(OffloadingManager):
         return self._manager.has_pending_work()
 
     def take_events(self) -> Iterable[OffloadingEvent]:
-        # Of a chunk of several blocks the key names the last one alone: vLLM has to remember the
-        # others until a slower tier has given it up, too. That takes some 40 bytes a token.
-        several = int(self._spec.config.cache.blocks_per_chunk) > 1
         return [
             OffloadingEvent(
                 keys=[OffloadKey(key) for key in event.keys],
                 medium=MEDIUM.CPU if event.medium == "host" else MEDIUM.STORAGE,
                 removed=event.removed,
-                removal_expected=several and event.medium != "host",
+                ownership=event.tier or None,
+                removal_expected=event.medium != "host" and not self._spec.layout.one_block,
             )
             for event in self._manager.take_events()
         ]

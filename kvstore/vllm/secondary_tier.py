@@ -230,7 +230,7 @@ class KVStoreTier(SecondaryTierManager):
         self._chunk_bytes = layout.chunk_bytes
         self._reporter = Reporter(TIERS_ALONE)
         self._events = told.events and bool(spec.kv_events_config.enable_kv_cache_events)
-        self._several = int(spec.config.cache.blocks_per_chunk) > 1
+        self._one_block = layout.one_block
         self._names: dict[int, dict[bytes, OffloadKey]] = {}
         """vLLM's keys of the chunks of each load, by ours."""
         self._loads: dict[str, Counter[OffloadKey]] = {}
@@ -325,7 +325,7 @@ class KVStoreTier(SecondaryTierManager):
                 removed=left,
                 locality=self.locality,
                 # As in `KVStoreOffloadingManager.take_events`.
-                removal_expected=self._several,
+                removal_expected=not self._one_block,
             )
             for left, run in groupby(self._runner.take_history(), key=itemgetter(1))
         ]

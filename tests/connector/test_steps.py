@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from kvstore.core import recency
 from kvstore.errors import BlockKeyError, ConfigError, KVStoreError
 from kvstore.maintenance.survey import survey
 from kvstore.testing.manager import keys_from
+from kvstore.tiers.disk import DiskTier
 from tests.patience import PATIENCE, answered, until
 from tests.store.support import CHUNK, small
 
@@ -66,10 +68,20 @@ def test_copies_to_disk_go_on_while_the_server_is_idle(tmp_path: Path, told: boo
     manager.shutdown()
 
 
+@pytest.mark.parametrize("fails", [False, True], ids=["well", "fails once"])
 @pytest.mark.parametrize("ends", [False, True], ids=["serves", "ends"])
 def test_a_reset_amid_copies_reaches_the_disk_though_no_step_follows(
-    tmp_path: Path, ends: bool
+    tmp_path: Path, ends: bool, fails: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    clear, failed = DiskTier.clear, threading.Event()
+
+    async def fails_once(self: DiskTier) -> Any:
+        if fails and not failed.is_set():
+            failed.set()
+            return None
+        return await clear(self)
+
+    monkeypatch.setattr(DiskTier, "clear", fails_once)
     keys = keys_from(0, 8)
     leave_on_disk(tmp_path, keys)
     manager = open_manager(tmp_path, steady=True)
@@ -79,6 +91,8 @@ def test_a_reset_amid_copies_reaches_the_disk_though_no_step_follows(
     manager.on_schedule_end()
     assert manager.stats().tiers[0].writing
     manager.reset()
+    if fails:
+        until(failed.is_set)
     if not ends:
         until(lambda: [*tmp_path.glob("*/epoch")], manager.stats)
     manager.shutdown()

@@ -39,6 +39,7 @@ from tests.store.support import (
     keys_of,
     payload,
     payloads,
+    slow,
 )
 
 # -- bytes ---------------------------------------------------------------------------------
@@ -293,19 +294,33 @@ async def test_a_reset_ends_also_when_the_disk_cannot_be_cleared_and_says_so(
         await until_async(lambda: not store._core.uncleared)
 
 
+async def test_a_reset_that_was_not_waited_for_is_made_while_the_store_is_idle(
+    open_store: Open, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with open_store(disk=32) as store:
+        await store.put(keys_of("a", 2), payloads(keys_of("a", 2)), durable=True)
+        with monkeypatch.context() as broken:
+            slow(broken, "clear", 0.2)
+            clear = DiskTier.clear
+
+            async def fails(self: DiskTier) -> None:
+                await clear(self)
+
+            broken.setattr(DiskTier, "clear", fails)
+            with pytest.raises(TimeoutError):
+                await store.reset(timeout=0.05)
+            await until_async(lambda: not store._core.clearing)
+            assert store._core.uncleared
+        await until_async(lambda: not store._core.uncleared)
+
+
 async def test_a_reset_that_was_not_waited_for_is_made_before_the_store_is_closed(
     open_store: Open, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     before, amid = keys_of("before", 4), keys_of("amid", 4)
-    written = DiskTier.write
-
-    async def slow(*arguments: Any) -> Any:
-        await asyncio.sleep(0.3)
-        return await written(*arguments)
-
     async with open_store(disk=32) as store:
         await store.put(before, payloads(before), durable=True)
-        monkeypatch.setattr(DiskTier, "write", slow)
+        slow(monkeypatch, "write", 0.3)
         await store.put(amid, payloads(amid))
         with pytest.raises(TimeoutError):
             await store.reset(timeout=0.05)

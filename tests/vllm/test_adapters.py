@@ -175,6 +175,9 @@ def test_an_adapter_that_the_server_loads_in_place_is_in_doubt_before_its_next_r
     assert Executor.add_lora(workers, again)
     assert one.doubtful
     assert clean(other)
+    # Nothing was computed with what it replaces.
+    assert Executor.add_lora(workers, LoRARequest("adapter 3", 3, str(tmp_path), load_inplace=True))
+    assert clean(begun("r3", 3))
     keys.close()
 
 

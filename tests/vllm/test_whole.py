@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -267,23 +267,25 @@ def test_what_was_only_on_disk_is_not_told_to_be_in_host_memory(
 
 
 def believed(server: Server) -> dict[str, int]:
-    """How many blocks a router believes on each medium, by the events alone."""
-    counts: dict[str, Counter[Any]] = {"CPU": Counter(), "STORAGE": Counter()}
+    """How many blocks a router believes on each tier, by the events alone."""
+    counts: defaultdict[str, Counter[Any]] = defaultdict(Counter)
     for event in server.events:
         step = 1 if isinstance(event, BlockStored) else -1
-        counts[event.medium].update(dict.fromkeys(event.block_hashes, step))
+        where = event.ownership or event.medium
+        counts[where].update(dict.fromkeys(event.block_hashes, step))
     return {name: sum(count > 0 for count in its.values()) for name, its in counts.items()}
 
 
-@pytest.mark.parametrize("blocks", [1, 2])
+@pytest.mark.parametrize(("blocks", "disks"), [(1, 1), (2, 1), (2, 2)])
 def test_who_follows_the_events_knows_which_blocks_host_memory_and_disk_have(
-    tmp_path: Path, blocks: int
+    tmp_path: Path, blocks: int, disks: int
 ) -> None:
+    larger = {**disk(tmp_path / "larger")[0], **SMALL, "capacity_bytes": 4 * SEGMENT}
     options = {
         "cpu_bytes_to_use": 16 * 4096,
         "blocks_per_chunk": blocks,
         "self_describing_kv_events": True,
-        "tiers": [{**disk(tmp_path)[0], **SMALL}],
+        "tiers": [{**disk(tmp_path)[0], **SMALL}, larger][:disks],
     }
     server = Server(tmp_path, options)
     for number in range(20):
@@ -293,10 +295,11 @@ def test_who_follows_the_events_knows_which_blocks_host_memory_and_disk_have(
         server.settle()
     core = server.manager._core
     host = sum(chunk.state >= READY for chunk in core.chunks.values())
-    on_disk = sum(len(tier.index.entries) for tier in core.tiers)
+    on_disk = {tier.name: len(tier.index.entries) for tier in core.owned}
     assert host
-    assert on_disk == 32, "it is full"
-    assert believed(server) == {"CPU": host * blocks, "STORAGE": on_disk * blocks}
+    assert [*on_disk.values()] == [32, 64][:disks], "they are full"
+    counts = {name: count * blocks for name, count in on_disk.items()}
+    assert believed(server) == {"CPU": host * blocks, **counts}
     server.close()
 
 

@@ -151,6 +151,10 @@ class TierView(ABC):
         else:
             self._clearing.trip(now)
 
+    def retry_clearing(self) -> None:
+        """Try at once to clear it, if that has failed."""
+        self._clearing.close()
+
     def _clear(self, now: float) -> Move | None:
         """Return the move that clears it, unless a move is under way or one has just failed."""
         if self.in_flight or not self._clearing.ready(now):
