@@ -280,6 +280,8 @@ def believed(server: Server) -> dict[str, int]:
 def test_who_follows_the_events_knows_which_blocks_host_memory_and_disk_have(
     tmp_path: Path, blocks: int, disks: int
 ) -> None:
+    if VERSION < (0, 31) and blocks > 1:
+        pytest.skip("vLLM before 0.31 keeps no such account")
     larger = {**disk(tmp_path / "larger")[0], **SMALL, "capacity_bytes": 4 * SEGMENT}
     options = {
         "cpu_bytes_to_use": 16 * 4096,
