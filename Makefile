@@ -46,7 +46,7 @@ test: check
 
 # What starts no engine and no server: some minutes.
 QUICK := tests/core tests/policies tests/simulation tests/device tests/test_import.py tests/test_docs.py tests/test_config.py
-QUICK += tests/test_logs.py tests/connector/test_scheduler.py tests/connector/test_matching.py tests/store/test_store.py
+QUICK += tests/test_logs.py tests/connector/test_scheduler*.py tests/connector/test_matching.py tests/store/test_store.py
 QUICK += tests/tiers/test_disk_contract.py tests/tiers/test_io.py tests/test_bad_input.py
 quick: check
 	@$(TESTS) $(wildcard $(QUICK)) -m "not slow and not vllm"

@@ -22,7 +22,7 @@ from kvstore.connector.scheduler import ConnectorScheduler
 from kvstore.connector.server import Block, KVBlocks, NewRequest, StepOutput
 from kvstore.connector.worker import ConnectorWorker
 from tests.connector.chaos import LAYERS, Content, Model, Setup, Told, spec_of
-from tests.connector.parts import Pool, Request, Seen, Step, Work
+from tests.connector.parts import Cached, Pool, Request, Seen, Step, Work
 from tests.patience import PATIENCE
 
 __all__ = ["Request", "Server"]
@@ -185,7 +185,8 @@ class Server:
 
     def schedule(self, budget: int | None = None) -> None:
         """Begin a step of `budget` tokens at most, by default as many as the server is set to."""
-        output = StepOutput(finished_req_ids=self.finished, preempted_req_ids=self.dropped)
+        cached = Cached()
+        output = StepOutput([], cached, {}, self.finished, self.dropped)
         self.finished, self.dropped = set(), set()
         preempted = output.preempted_req_ids
         assert preempted is not None
@@ -210,9 +211,9 @@ class Server:
                     break
             if new is None:
                 break
-            cached = output.scheduled_cached_reqs
             cached.req_ids.append(request.request_id)
             cached.new_block_ids.append(new if any(new) else None)
+            cached.num_computed_tokens.append(request.num_computed_tokens)
             for its, more in zip(step.fresh, new, strict=True):
                 its.update(more)
             budget -= self._work(request, count, output, step)
@@ -283,11 +284,14 @@ class Server:
         ids = [list(its) for its in request.table]
         if request.preempted:
             cached = output.scheduled_cached_reqs
+            assert isinstance(cached, Cached)
             cached.req_ids.append(request.request_id)
             cached.new_block_ids.append(ids)
+            cached.num_computed_tokens.append(request.num_computed_tokens)
             cached.resumed_req_ids.add(request.request_id)
         else:
-            output.scheduled_new_reqs.append(NewRequest(request.request_id, ids))
+            new_one = NewRequest(request.request_id, ids, request.num_computed_tokens)
+            output.scheduled_new_reqs.append(new_one)
         self.waiting.remove(request)
         self.running.append(request)
         request.state = "running"
@@ -346,13 +350,18 @@ class Server:
             self._take_ended(self.scheduler.update_connector_output(output))
         self.take_events()
 
-    def _execute(self, number: int, step: Step) -> ConnectorOutput:
-        worker, device = self.workers[number], self.spec.devices[number]
-        worker.start_transfers(step.meta)
+    def written(self, step: Step) -> set[int]:
+        """The blocks that it computes into."""
         written = {block for its in step.fresh for block in its}
         for work in step.work:
             for (size, _), its in zip(self.setup.groups, work.table, strict=True):
                 written.update(its[work.begin // size : -(-work.end // size)])
+        return written
+
+    def _execute(self, number: int, step: Step) -> ConnectorOutput:
+        worker, device = self.workers[number], self.spec.devices[number]
+        worker.start_transfers(step.meta)
+        written = self.written(step)
         for handler in self.spec.handlers[number]:
             assert not (both := handler.blocks() & written), f"{both}: written amid a transfer"
         for group, blocks in enumerate(step.fresh):

@@ -190,7 +190,9 @@ class LateHandler(OffloadingHandler):
             self.ended.append(TransferResult(late.job, False))
             return
         assert self.inner.transfer_async(late.job, late.spec)
-        self.ended += self.inner.get_finished()
+        ended = self.inner.get_finished()
+        assert all(each.success for each in ended), "it does not fit"
+        self.ended += ended
 
     def blocks(self) -> set[int]:
         """Blocks of the device that are yet to be read or written."""

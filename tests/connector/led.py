@@ -13,6 +13,7 @@ from dataclasses import replace
 from kvstore.connector.contract import PrepareStoreOutput, ReqContext, RequestContext
 from kvstore.connector.device_transfers import EndedLoads
 from kvstore.connector.manager import KVStoreManager
+from kvstore.connector.mediums import DeviceLoadStoreSpec
 from kvstore.connector.server import Block
 from kvstore.connector.single_tier import PolicyManager
 from kvstore.core import Core
@@ -21,7 +22,7 @@ from tests.connector.bench import Server
 from tests.connector.boundaries import Case, expected, needed
 from tests.connector.chaos import HeldSpec, LateHandler, Setup
 from tests.connector.held import HeldEngine
-from tests.connector.parts import Request, Work
+from tests.connector.parts import Request, Step, Work
 
 __all__ = ["Led"]
 
@@ -30,6 +31,7 @@ class Led(Server):
     """See the module's text.
 
     Attributes:
+        full: there is no room for what is to be stored.
         jobs: those under way, and whose they are.
         loading: request -> what is being loaded into its blocks.
         offered: what each request has offered to the manager, or loaded, since it was looked up
@@ -38,6 +40,7 @@ class Led(Server):
 
     def __init__(self, setup: Setup) -> None:
         super().__init__(setup)
+        self.full = False
         self.jobs: dict[int, Request] = {}
         self.loading: dict[str, set[bytes]] = {}
         self.offered: defaultdict[Request, set[bytes]] = defaultdict(set)
@@ -45,6 +48,10 @@ class Led(Server):
         """Who found no room in this step."""
         manager = self.scheduler.manager
         self._prepare_store = manager.prepare_store
+        self._blocks: dict[int, set[int]] = {}
+        """Of the device, that each transfer reads or writes."""
+        self._flushed: set[int] = set()
+        self._refusals = 0
         manager.prepare_store = self.prepare_store  # type: ignore[method-assign, assignment]
         self._named: dict[str, Request] = {}
         self._overtaken: set[Request] = set()
@@ -171,25 +178,33 @@ class Led(Server):
         """Stands before the manager's own."""
         request = self._named[context.req_id]
         assert request not in self._overtaken, "it had finished before a reset"
+        assert self.offered[request].isdisjoint(keys), "it was offered, or loaded, before"
         if self.setup.prompt_only:
             everyone = range(len(self.setup.groups))
             prompt = self._chunks(request, request.num_prompt_tokens, everyone)
             assert set(keys) <= prompt, "what is no prompt is stored"
-        output = self._prepare_store(keys, context)
+        if request.state == "gone":
+            known = max(request.num_prompt_tokens, request.num_tokens - 1)
+            computed = self._chunks(request, known, range(len(self.setup.groups)))
+            assert set(keys) <= computed, "its last token was never computed"
+        output = None if self.full else self._prepare_store(keys, context)
         if output is None:
             self._refused.add(request)
+            self._refusals += 1
         else:
             self.offered[request].update(keys)
         return output
 
     def schedule(self, budget: int | None = None) -> None:
         leaving, self._leaving = self._leaving, []
+        preempted = self.dropped
         self._refused.clear()
         super().schedule(budget)
         step = self.steps[-1]
         for number in sorted(step.meta.load_jobs.keys() | step.meta.store_jobs.keys()):
             job = self.scheduler._jobs._jobs[number]
             self.jobs[number] = self._named[job.tracked.context.req_id]
+        self._check_flushed(step, {self._named[name] for name in preempted})
         for work in step.work:
             if work.request not in self._refused:
                 self._check_offered(work.request, work.end)
@@ -197,6 +212,26 @@ class Led(Server):
         for request, end in leaving:
             if request not in self._refused:
                 self._check_offered(request, end)
+
+    def _check_flushed(self, step: Step, preempted: set[Request]) -> None:
+        """Transfers end before their blocks are written; those of the preempted end in any case."""
+        loads, begun = step.meta.load_jobs, step.meta.load_jobs | step.meta.store_jobs
+        written = self.written(step)
+        for number, job in begun.items():
+            device = job.dst_spec if number in loads else job.src_spec
+            assert isinstance(device, DeviceLoadStoreSpec)
+            self._blocks[number] = set(device.block_ids.tolist())
+            written |= self._blocks[number] if number in loads else set()
+        flushed = {
+            number
+            for number, request in self.jobs.items()
+            # Only who has finished stores what another computes into in the same step.
+            if number not in begun or request.state == "gone"
+            if request in preempted or not written.isdisjoint(self._blocks[number])
+        }
+        flush = step.meta.jobs_to_flush - self._flushed
+        assert flush == flushed - self._flushed, "transfers end too late, or are waited for"
+        self._flushed |= flush
 
     def _check_offered(self, request: Request, computed: int) -> None:
         """It has offered all whole chunks of groups without a window."""
@@ -292,6 +327,7 @@ class Led(Server):
     def check_nothing_is_left(self) -> None:
         super().check_nothing_is_left()
         self.check()
+        assert self.scheduler.stats.refused_stores == self._refusals
         manager = self.scheduler.manager
         if isinstance(manager, PolicyManager):
             assert not manager._late_loads

@@ -9,9 +9,10 @@ from typing import Any
 import numpy as np
 
 from kvstore.connector.mediums import ConnectorMetadata
+from kvstore.connector.server import CachedRequests
 from tests.connector.chaos import Content, Setup
 
-__all__ = ["Pool", "Request", "Seen", "Step", "Work"]
+__all__ = ["Cached", "Pool", "Request", "Seen", "Step", "Work"]
 
 
 class Request:
@@ -109,6 +110,11 @@ class Work:
     end: int
     table: list[list[int]]
     samples: bool
+
+
+@dataclass
+class Cached(CachedRequests):
+    num_computed_tokens: list[int] = field(default_factory=list)
 
 
 @dataclass

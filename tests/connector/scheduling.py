@@ -10,7 +10,6 @@ from typing import Any
 from kvstore.connector.backend import PinnedBackend
 from kvstore.connector.device_transfers import EndedLoads
 from kvstore.connector.mediums import (
-    BlockIDsLoadStoreSpec,
     ConnectorMetadata,
     ConnectorOutput,
     DeviceLoadStoreSpec,
@@ -76,40 +75,29 @@ class Server:
         scheduled: Mapping[Request, int] | None = None,
         *,
         new: Mapping[Request, Sequence[Sequence[int]]] | None = None,
-        more: Mapping[Request, Sequence[Sequence[int]]] | None = None,
         finished: Sequence[Request] = (),
-        preempted: Sequence[Request] = (),
-        computed: Mapping[Request, int] | None = None,
     ) -> ConnectorMetadata:
-        """A step in which requests compute some tokens and get some blocks.
-
-        Args:
-            computed: tokens whose blocks new requests only read.
-        """
-        scheduled, new, more = scheduled or {}, new or {}, more or {}
+        """A step in which requests compute some tokens and new ones get blocks."""
+        scheduled, new = scheduled or {}, new or {}
         cached = CachedRequests()
         for request in scheduled:
             if request not in new:
                 cached.req_ids.append(request.request_id)
-                cached.new_block_ids.append(more.get(request))
+                cached.new_block_ids.append(None)
         output = StepOutput(
-            [
-                NewRequest(request.request_id, ids, (computed or {}).get(request, 0))
-                for request, ids in new.items()
-            ],
+            [NewRequest(request.request_id, ids) for request, ids in new.items()],
             cached,
             {request.request_id: count for request, count in scheduled.items()},
             {request.request_id for request in finished},
-            {request.request_id for request in preempted},
         )
         meta = self.scheduler.build_connector_meta(output)
         for request, count in scheduled.items():
             request.num_computed_tokens += count
         return meta
 
-    def end(self, *jobs: Mapping[int, TransferJob] | int, failed: Sequence[int] = ()) -> EndedLoads:
+    def end(self, *jobs: Mapping[int, TransferJob] | int) -> EndedLoads:
         """Workers have ended these."""
-        output = ConnectorOutput(failed_jobs=set(failed))
+        output = ConnectorOutput()
         for some in jobs:
             output.completed_jobs.update([some] if isinstance(some, int) else list(some))
         return self.scheduler.update_connector_output(output)
@@ -144,11 +132,3 @@ def blocks_of(job: TransferJob) -> tuple[list[list[int]], list[int]]:
                 ids = ids[size:]
             return groups, spec.block_indices
     raise AssertionError("no blocks of the device")
-
-
-def rows_of(job: TransferJob) -> list[int]:
-    """Its rows of host memory."""
-    for spec in (job.src_spec, job.dst_spec):
-        if isinstance(spec, BlockIDsLoadStoreSpec) and not isinstance(spec, DeviceLoadStoreSpec):
-            return list(map(int, spec.block_ids))
-    raise AssertionError("no rows")

@@ -12,31 +12,13 @@ from kvstore.connector.server import Block, KVBlocks
 from kvstore.connector.single_tier import PolicyManager
 from kvstore.connector.tracked_request import key_of
 from kvstore.errors import KVStoreError
-from tests.connector.scheduling import TOKENS, Request, Server, blocks_of, open_scheduler, rows_of
+from tests.connector.scheduling import TOKENS, Request, Server, blocks_of, open_scheduler
 from tests.connector.scripted import scheduler_over
 
 PROMPT = list(range(24))
 
 
 # -- what a request finds --------------------------------------------------------------------
-
-
-def test_what_a_request_has_computed_is_found_by_the_next() -> None:
-    server = Server(open_scheduler())
-    server.store(PROMPT, range(1, 7))
-    assert server.find(Request("r", PROMPT)) == 24
-    assert server.find(Request("s", PROMPT[:11])) == 8
-    assert server.find(Request("t", PROMPT), 8) == 16
-    assert server.find(Request("u", [99, *PROMPT])) == 0
-
-
-def test_less_than_a_chunk_is_nothing() -> None:
-    server = Server(open_scheduler(blocks_per_chunk=3))
-    server.store(PROMPT, range(1, 7))
-    assert server.find(Request("r", PROMPT)) == 24
-    assert server.find(Request("s", PROMPT), 12) == 12
-    assert server.find(Request("t", PROMPT), 16) == 0
-    assert server.find(Request("u", PROMPT[:11])) == 0
 
 
 @pytest.mark.parametrize("other", [10, 16, 20])
@@ -62,32 +44,7 @@ def test_parameters_of_a_request_that_are_no_table_do_no_harm(params: Any) -> No
     assert server.find(Request("r", PROMPT, kv_transfer_params=params)) == 0
 
 
-def test_who_can_share_blocks_waits_for_what_another_request_loads() -> None:
-    server = Server(open_scheduler())
-    server.store(PROMPT, range(1, 7))
-    first, second = Request("a", PROMPT), Request("b", PROMPT[:12])
-    assert server.find(first) == 24
-    server.load(first, 24, range(10, 16))
-    assert server.find(second) is None
-    meta = server.step()
-    assert server.find(second) is None
-    assert server.end(meta.load_jobs).loaded == ["a"]
-    assert server.find(second) == 12
-
-
 # -- loads -----------------------------------------------------------------------------------
-
-
-def test_a_load_begins_in_the_middle_of_a_chunk() -> None:
-    server = Server(open_scheduler(blocks_per_chunk=3))
-    server.store(PROMPT, range(1, 7))
-    request = Request("r", PROMPT)
-    assert server.find(request, 4) == 20
-    known = [Block(9, block_hash="held"), *map(Block, range(10, 15)), Block(50)]
-    server.scheduler.update_state_after_alloc(request, KVBlocks([known]), 20)
-    (job,) = server.step().load_jobs.values()
-    assert blocks_of(job) == ([[10, 11, 12, 13, 14]], [1])
-    assert len(rows_of(job)) == 2
 
 
 @pytest.mark.parametrize("computed", range(0, 24, TOKENS))
@@ -119,75 +76,6 @@ def test_who_was_never_looked_up_cannot_load() -> None:
         server.load(Request("r", PROMPT), 24, range(1, 7))
 
 
-def test_after_a_load_that_failed_a_request_computes_and_stores_everything() -> None:
-    server = Server(open_scheduler())
-    server.store(PROMPT, range(1, 7))
-    request = Request("r", PROMPT)
-    assert server.find(request) == 24
-    server.load(request, 24, range(10, 16))
-    (number,) = server.step().load_jobs
-    ended = server.end(number, failed=[number])
-    assert (ended.loaded, ended.failed) == ([], ["r"])
-    assert server.find(request) == 0
-    assert server.scheduler.stats.failed_loads == 1
-    server.scheduler.reset()
-    meta = server.step({request: 24}, new={request: [range(10, 16)]})
-    (job,) = meta.store_jobs.values()
-    assert blocks_of(job) == ([[10, 11, 12, 13, 14, 15]], [0])
-
-
-# -- stores ----------------------------------------------------------------------------------
-
-
-def test_whole_chunks_are_stored_when_the_step_completes_them() -> None:
-    server = Server(open_scheduler(blocks_per_chunk=2))
-    request = Request("r", PROMPT)
-    server.find(request)
-    first = server.step({request: 7}, new={request: [[1, 2]]})
-    second = server.step({request: 10}, more={request: [[3, 4, 5]]})
-    assert not first.store_jobs
-    (job,) = second.store_jobs.values()
-    assert blocks_of(job) == ([[1, 2, 3, 4]], [0])
-
-
-def test_tokens_that_are_only_being_sampled_are_stored_when_they_are_known() -> None:
-    server = Server(open_scheduler())
-    request = Request("r", PROMPT[:7])
-    server.find(request)
-    assert len(server.step({request: 7}, new={request: [[1, 2]]}).store_jobs) == 1
-    # The next step is made before the token of the last one is known.
-    assert not server.step({request: 1}).store_jobs
-    request.tokens.append(7)
-    (job,) = server.step({request: 1}, more={request: [[3]]}).store_jobs.values()
-    assert blocks_of(job) == ([[2]], [1])
-
-
-def test_the_last_token_of_a_request_that_has_finished_was_never_computed() -> None:
-    server = Server(open_scheduler())
-    request = Request("r", PROMPT[:7])
-    server.find(request)
-    server.step({request: 7}, new={request: [[1, 2]]})
-    request.tokens.append(7)
-    # Where steps overlap it is counted already.
-    request.num_computed_tokens = 8
-    server.scheduler.request_finished(request)
-    assert not server.step(finished=[request]).store_jobs
-
-
-def test_what_finds_no_room_is_offered_again() -> None:
-    server = Server(open_scheduler(rows=2))
-    first, second = Request("a", PROMPT[:8]), Request("b", PROMPT[8:16])
-    server.find(first)
-    server.find(second)
-    held = server.step({first: 8}, new={first: [[1, 2]]})
-    assert not server.step({second: 8}, new={second: [[3, 4]]}).store_jobs
-    assert server.scheduler.stats.refused_stores == 1
-    server.end(held.store_jobs)
-    second.tokens.append(0)
-    (job,) = server.step({second: 1}, more={second: [[5]]}).store_jobs.values()
-    assert blocks_of(job) == ([[3, 4]], [0])
-
-
 def test_what_was_loaded_is_not_stored_again() -> None:
     server = Server(open_scheduler())
     server.store(PROMPT[:16], range(1, 5))
@@ -200,120 +88,6 @@ def test_what_was_loaded_is_not_stored_again() -> None:
     # A reset makes everything worth storing anew.
     (job,) = server.step({request: 8}, new={request: [range(10, 16)]}).store_jobs.values()
     assert blocks_of(job) == ([[10, 11, 12, 13, 14, 15]], [0])
-
-
-def test_a_request_that_is_decoded_elsewhere_stores_what_it_has_loaded() -> None:
-    for elsewhere in (True, False):
-        server = Server(open_scheduler())
-        server.store(PROMPT[:16], range(1, 5))
-        params = {"do_remote_decode": elsewhere}
-        request = Request("r", PROMPT, kv_transfer_params=params)
-        assert server.find(request) == 16
-        server.load(request, 16, range(10, 14))
-        server.end(server.step().load_jobs)
-        request.num_computed_tokens = 16
-        # Somebody else's reset: what was loaded is gone from there.
-        server.scheduler.manager.reset()
-        (job,) = server.step({request: 8}, new={request: [range(10, 16)]}).store_jobs.values()
-        begin = 10 if elsewhere else 14
-        assert blocks_of(job) == ([[*range(begin, 16)]], [begin - 10])
-
-
-# -- blocks that somebody else gets ------------------------------------------------------------
-
-
-def test_a_store_ends_before_its_blocks_are_written_again() -> None:
-    server = Server(open_scheduler())
-    request, other = Request("a", PROMPT[:8]), Request("b", PROMPT[8:16])
-    server.find(request)
-    server.find(other)
-    (number,) = server.step({request: 8}, new={request: [[1, 2]]}).store_jobs
-    server.scheduler.request_finished(request)
-    assert not server.step(finished=[request]).jobs_to_flush
-    assert server.step({other: 4}, new={other: [[2]]}).jobs_to_flush == {number}
-
-
-def test_a_load_of_an_aborted_request_ends_before_its_blocks_are_written_again() -> None:
-    server = Server(open_scheduler())
-    server.store(PROMPT, range(1, 7))
-    request, other = Request("a", PROMPT), Request("b", [9, 9, 9, 9])
-    assert server.find(request) == 24
-    server.load(request, 24, range(10, 16))
-    (number,) = server.step().load_jobs
-    server.scheduler.request_finished(request)
-    server.step(finished=[request])
-    server.find(other)
-    assert server.step({other: 4}, new={other: [[12]]}).jobs_to_flush == {number}
-    assert server.end(number).loaded == ["a"]
-    assert not server.scheduler.has_pending_work() or server.end(1)
-
-
-def test_what_a_finished_request_stores_last_is_copied_before_its_blocks_are_written() -> None:
-    server = Server(open_scheduler(rows=4))
-    request, other = Request("a", PROMPT[:8]), Request("b", PROMPT[8:12])
-    server.find(request)
-    server.find(other)
-    server.step({request: 4}, new={request: [[1, 2]]})
-    request.num_computed_tokens = 8
-    server.scheduler.request_finished(request)
-    meta = server.step({other: 4}, new={other: [[2]]}, finished=[request])
-    (number,) = (n for n, job in meta.store_jobs.items() if job.req_id == "a")
-    assert number in meta.jobs_to_flush
-
-
-def test_stores_of_a_preempted_request_end_before_the_step() -> None:
-    server = Server(open_scheduler())
-    request = Request("a", PROMPT[:8])
-    server.find(request)
-    stores = server.step({request: 8}, new={request: [[1, 2]]}).store_jobs
-    assert server.step(preempted=[request]).jobs_to_flush == set(stores)
-    assert server.find(request) is None
-    server.end(stores)
-    assert server.find(request) == 8
-
-
-def test_a_preempted_request_offers_all_of_it_once_more() -> None:
-    server = Server(open_scheduler(rows=2))
-    request, other = Request("a", PROMPT[:8]), Request("b", PROMPT[8:16])
-    server.find(request)
-    server.end(server.step({request: 8}, new={request: [[1, 2]]}).store_jobs)
-    server.step(preempted=[request])
-    # Meanwhile another one has taken its room, and has left.
-    server.find(other)
-    server.end(server.step({other: 8}, new={other: [[1, 2]]}).store_jobs)
-    server.step(finished=[other])
-    request.num_computed_tokens = 0
-    assert server.find(request) == 0
-    (job,) = server.step({request: 8}, new={request: [[3, 4]]}).store_jobs.values()
-    assert blocks_of(job) == ([[3, 4]], [0])
-
-
-def test_a_chunk_that_a_window_has_left_is_not_stored_once_its_blocks_are_others() -> None:
-    server = Server(open_scheduler(4, rows=1))
-    other, request = Request("a", PROMPT[:4]), Request("r", PROMPT[4:])
-    server.find(other)
-    server.find(request)
-    held = server.step({other: 4}, new={other: [[9]]})
-    assert not server.step({request: 12}, new={request: [[1, 2, 3]]}).store_jobs, "no room"
-    # Block 1 was left, and is somebody else's now.
-    server.step({request: 4, other: 0}, more={request: [[4]], other: [[1]]})
-    server.end(held.store_jobs)
-    (job,) = server.step({request: 1}, more={request: [[5]]}).store_jobs.values()
-    assert blocks_of(job) == ([[2]], [1])
-
-
-def test_after_a_reset_blocks_that_a_window_has_left_are_not_taken_for_its_own() -> None:
-    server = Server(open_scheduler(4))
-    request, other = Request("r", PROMPT), Request("b", [9] * 8)
-    server.find(request)
-    server.find(other)
-    server.end(server.step({request: 12}, new={request: [[1, 2, 3]]}).store_jobs)
-    # Blocks 1 and 2 were left; the second has gone to another request.
-    server.end(server.step({other: 4}, new={other: [[2]]}).store_jobs)
-    server.scheduler.reset()
-    meta = server.step({request: 4}, more={request: [[4]]})
-    (job,) = meta.store_jobs.values()
-    assert 2 not in blocks_of(job)[0][0]
 
 
 # -- managers of others, as they are published ------------------------------------------------
@@ -367,21 +141,6 @@ def test_a_prompt_that_two_requests_have_asked_for_is_found_whole_by_the_third()
 
 
 # -- blocks of the device -----------------------------------------------------------------------
-
-
-def test_a_store_goes_on_while_another_request_reads_its_blocks() -> None:
-    server = Server(open_scheduler())
-    first, second = Request("a", PROMPT), Request("b", [*PROMPT, 1, 2, 3, 4])
-    server.find(first)
-    meta = server.step({first: 24}, new={first: [range(1, 7)]})
-    assert server.find(second, 24) == 0
-    shared = server.step({second: 4}, new={second: [range(1, 8)]}, computed={second: 24})
-    assert not shared.jobs_to_flush
-    # Who writes to them has to wait.
-    third = Request("c", PROMPT[::-1])
-    server.find(third)
-    other = server.step({third: 24}, new={third: [range(1, 7)]})
-    assert other.jobs_to_flush >= meta.store_jobs.keys()
 
 
 def test_a_load_beside_blocks_that_the_device_has_itself_lets_their_store_go_on() -> None:

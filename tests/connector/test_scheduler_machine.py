@@ -133,15 +133,24 @@ class SchedulerAgainstReference(RuleBasedStateMachine):
         answer=st.integers(1, 4),
         budget=BUDGETS,
         failing=FAILING,
-        kind=KINDS,
+        kind=st.sampled_from(("plain", "plain", "decoded elsewhere")),
+        twice=st.booleans(),
     )
     def serve_and_load(
-        self, prompt: Prompt, answer: int, budget: int, failing: int | None, kind: str
+        self,
+        prompt: Prompt,
+        answer: int,
+        budget: int,
+        failing: int | None,
+        kind: str,
+        twice: bool,
     ) -> None:
         """A request whose prompt was served before, until its load is under way."""
         self.serve(prompt, 1, budget, failing)
         self.forget_device()
         request = self.add(replace(prompt, own=prompt.own + 1), answer, kind)
+        if twice:
+            self.add(prompt, answer, "plain")
         for _ in range(4):
             if request.state == "waiting":
                 self.its.step(80)
@@ -162,6 +171,17 @@ class SchedulerAgainstReference(RuleBasedStateMachine):
     def abort(self, who: int) -> None:
         self.its.abort(self.everyone()[who % len(self.everyone())])
 
+    @precondition(lambda self: len(self.free_names()) > 1)
+    @rule(prompt=PROMPTS)
+    def abort_who_found_no_room(self, prompt: Prompt) -> None:
+        """What it has computed is offered again while another one may get its blocks."""
+        request = self.add(prompt, 4, "nothing is loaded for it")
+        self.step(80, refusing=False, fewer=0, together=False, full=True)
+        if request.state != "gone":
+            self.its.abort(request)
+        self.add(replace(prompt, family=2), 1, "plain")
+        self.its.step(80)
+
     @precondition(lambda self: any(one.state == "loading" for one in self.its.waiting))
     @rule(who=SMALL)
     def abort_while_loading(self, who: int) -> None:
@@ -176,9 +196,10 @@ class SchedulerAgainstReference(RuleBasedStateMachine):
         request.target = request.num_tokens + 1
 
     @precondition(lambda self: self.its.running)
-    @rule(who=SMALL)
-    def preempt(self, who: int) -> None:
+    @rule(who=SMALL, steps=st.integers(0, 3))
+    def preempt(self, who: int, steps: int) -> None:
         self.its.drop(self.its.running[who % len(self.its.running)])
+        self.go_on(steps, 80)
 
     # -- steps -----------------------------------------------------------------------------
 
@@ -187,13 +208,14 @@ class SchedulerAgainstReference(RuleBasedStateMachine):
         refusing=RARELY,
         fewer=st.integers(0, 9),
         together=st.booleans(),
+        full=RARELY,
     )
-    def step(self, budget: int, refusing: bool, fewer: int, together: bool) -> None:
+    def step(self, budget: int, refusing: bool, fewer: int, together: bool, full: bool) -> None:
         its = self.its
         its.fewer, its.together = fewer, together
-        its.told.refusing = refusing
+        its.told.refusing, its.full = refusing, full
         its.step(budget)
-        its.told.refusing = False
+        its.told.refusing = its.full = False
 
     @rule()
     def step_with_nothing_to_do(self) -> None:

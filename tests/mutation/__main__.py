@@ -76,7 +76,7 @@ NEAR = {
     },
     "kvstore/connector/": {
         "manager": "manager_contract steps random_acts faults/pending",
-        "": "scheduler matching scheduler_machine",
+        "": "scheduler scheduler_machine matching",
     },
 }
 """By folder of the product and module: what tests it first of all, in the folder of its tests."""
