@@ -190,7 +190,8 @@ class AdapterKeys:
     def __init__(self, settings: str, patience: float) -> None:
         self._reader = ThreadPoolExecutor(1, "kvstore-adapters")
         self._adapters = Adapters(self._take, settings, patience)
-        _watch(self._adapters)
+        _watching.add(self._adapters)
+        _watch_executor()
 
     def arrived(self, req_context: ReqContext, engine: Engine | None) -> None:
         """Note that a request has come; `engine` knows it if `KVStoreConnector` opens it."""
@@ -242,18 +243,17 @@ class AdapterKeys:
 
 
 _watching: weakref.WeakSet[Adapters] = weakref.WeakSet()
+"""Those that are told of each adapter that an engine of this process loads in place."""
 
 
-def _watch(adapters: Adapters) -> None:
-    """Tell `adapters` of each adapter that an engine of this process loads in place.
+@functools.cache
+def _watch_executor() -> None:
+    """Tell of each adapter that vLLM's executor loads in place, from now on.
 
     The engine does so between two steps: what was scheduled before is computed with the weights
     from before.
     """
-    _watching.add(adapters)
     load = Executor.add_lora
-    if hasattr(load, "is_watched"):
-        return
 
     @functools.wraps(load)
     def add_lora(executor: Any, lora_request: Any) -> bool:
@@ -263,7 +263,6 @@ def _watch(adapters: Adapters) -> None:
         loaded: bool = load(executor, lora_request)
         return loaded
 
-    add_lora.is_watched = True  # type: ignore[attr-defined]
     Executor.add_lora = add_lora
 
 

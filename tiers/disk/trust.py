@@ -128,15 +128,7 @@ def open_folder(path: Path, trust: Trust, *, own: bool, make: bool = False) -> i
 
         def enter(name: str, parent: int | None = None, mode: int = 0) -> int:
             try:
-                try:
-                    fd = os.open(name, _AS_IS, dir_fd=parent)
-                except FileNotFoundError:
-                    if not make:
-                        raise
-                    with contextlib.suppress(FileExistsError):
-                        os.mkdir(name, mode, dir_fd=parent)
-                        _hand_over_folder(name, parent)
-                    fd = os.open(name, _AS_IS, dir_fd=parent)
+                fd = _open_or_make(name, parent, mode) if make else _open(name, parent)
             except OSError as error:
                 error.filename = str(shown / name)
                 raise
@@ -248,6 +240,19 @@ def sync_folder(folder: Path) -> None:
         os.fsync(fd)
     finally:
         os.close(fd)
+
+
+def _open(name: str, parent: int | None) -> int:
+    return os.open(name, _AS_IS, dir_fd=parent)
+
+
+def _open_or_make(name: str, parent: int | None, mode: int) -> int:
+    with contextlib.suppress(FileNotFoundError):
+        return _open(name, parent)
+    with contextlib.suppress(FileExistsError):
+        os.mkdir(name, mode, dir_fd=parent)
+        _hand_over_folder(name, parent)
+    return _open(name, parent)
 
 
 def _check(fd: int, shown: Path, trust: Trust, *, sticky: bool) -> None:
