@@ -121,6 +121,16 @@ class ManagerBench:
         self.end_store(out.keys_to_store)
         return out.keys_to_store
 
+    def fill(self, blocks: int) -> None:
+        """Store `blocks` new blocks at once, which only free places can take."""
+        end = time.monotonic() + PATIENCE_SECONDS
+        first = 1000
+        while len(self.store(keys_from(first, blocks))) < blocks:
+            assert time.monotonic() < end, "places are held for ever"
+            self.end_step()
+            time.sleep(0.001)
+            first += blocks
+
     def touch(self, keys: Sequence[bytes]) -> None:
         self.manager.touch(keys, *self.who)
 
@@ -303,11 +313,7 @@ class ManagerContract(ABC):
         assert all(bench.holds(place, key) for key, place in zip(keys, places, strict=True))
         assert bench.load(keys) == 4
         bench.end_load(keys)
-        stored: list[bytes] = []
-        for number in range(10, 20):
-            bench.end_step()
-            stored = bench.store(keys_from(100 * number, self.blocks))
-        assert len(stored) == self.blocks, "all places are free again"
+        bench.fill(self.blocks)
 
     def test_a_load_that_cannot_be_prepared_holds_nothing(self, bench: ManagerBench) -> None:
         keys = keys_from(0, 4)
@@ -372,9 +378,4 @@ class ManagerContract(ABC):
         bench.end_step()
         assert bench.lookup(keys) == 0
         assert bench.lookup(late) == 0
-        everything = keys_from(1000, self.blocks)
-        end = time.monotonic() + PATIENCE_SECONDS
-        while bench.load(everything) < self.blocks:
-            assert time.monotonic() < end, "places are held for ever"
-            bench.end_step()
-            bench.store(everything)
+        bench.fill(self.blocks)
