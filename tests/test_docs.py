@@ -134,9 +134,9 @@ def test_every_link_leads_somewhere(page: Path) -> None:
             assert not anchor or anchor[1:] in anchors(target), f"{name}{anchor}"
 
 
-def test_every_entry_of_the_museum_has_tests_that_exist() -> None:
+def test_every_entry_of_the_bugs_has_tests_that_exist() -> None:
     root = DOCS.parent
-    entries = re.split(r"\n\*\*", (DOCS / "museum.md").read_text())[1:]
+    entries = re.split(r"\n\*\*", (DOCS / "bugs.md").read_text())[1:]
     assert len(entries) >= 15
     for entry in entries:
         named = re.findall(r"`([\w/]+\.py)::(\w+)`", entry)
