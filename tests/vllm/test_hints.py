@@ -86,7 +86,7 @@ def disk(tmp_path_factory: pytest.TempPathFactory) -> Run:
                 ["levitate", "1.0", {}],
                 ["release", "2.0", {}],
             ),
-            plain("others again", OTHERS),
+            plain("others again", OTHERS, pause=3.0),
             plain("by envelope again", SENT),
             enveloped("released by envelope", SENT, ["release", "1.0", {}]),
             plain("after", MORE),
@@ -140,7 +140,7 @@ def test_envelopes_reach_the_engine_from_whoever_calls_it(disk: Run) -> None:
     assert told["host_pinned_ratio"] == pytest.approx(CHUNKS / ROWS)
     assert disk.rounds["by envelope"].cached == [0]
     again = disk.rounds["by envelope again"]
-    # A round later: a slow disk has them by then.
+    # A round and a pause later: a slow disk has them by then.
     assert again.metrics["tier_pinned_chunks"] == 2 * CHUNKS
     assert again.cached == [LENGTH]
     assert again.tokens == disk.rounds["by envelope"].tokens
