@@ -50,6 +50,7 @@ from kvstore.core.chunk import READY
 from kvstore.vllm.connector import KVStoreConnector
 from kvstore.vllm.engine import WorkerFacts, weights_of
 from kvstore.vllm.version import VERSION
+from tests.patience import until
 from tests.vllm.tiny import MODEL
 
 BLOCK = 4
@@ -270,6 +271,16 @@ class Server:
             assert time.monotonic() < end, "it does not come to rest"
             if not self.step():
                 time.sleep(0.001)
+
+    def drain(self) -> None:
+        """`settle`, and steps until the tiers hold no row, however slow the disk is."""
+
+        def drained() -> bool:
+            self.settle()
+            self.step()
+            return not self.manager._core.stats().busy_rows
+
+        until(drained, "rows stay busy")
 
     # -- steps -----------------------------------------------------------------------------------
 
