@@ -178,7 +178,10 @@ class Prefetches:
             self._since.pop(owner, None)
             self.drop(portion.keys[: portion.granted])
             self._portion = portion
-        elif (
+            return grants
+        # Nothing comes: its chunks that are here are held by nobody.
+        self._queue.remove(portion)
+        if (
             portion.keys
             and self._pool.policy.shared
             and now - self._since.setdefault(owner, now) >= self._queue.lease

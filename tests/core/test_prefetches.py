@@ -85,6 +85,24 @@ def test_a_chunk_that_waits_for_its_copy_is_not_displaced() -> None:
     assert host_of(rig, A) > 0
 
 
+def test_what_finds_no_row_holds_no_chunk_that_is_here() -> None:
+    rig = Rig(rows=16, on=(A,), in_flight=1)
+    rig.put(chain("new", 15))
+    rig.core._prefetches.begin(A[:2])
+    assert rig.ask(A[1:2], "other") is None
+    rig.step()
+    rig.end(rig.under_way(Op.PROMOTE)[0])
+    for _ in range(4):
+        rig.step()
+    assert rig.ask(A[1:2], "other") == 1
+    rig.core.on_request_finished("other")
+    for _ in range(4):
+        rig.step()
+    assert not rig.in_host(A[0])
+    rig.settle()
+    assert (host_of(rig, A[:2]), rig.stats.busy_rows) == (2, 0)
+
+
 def test_a_tier_that_does_not_answer_is_not_waited_for() -> None:
     rig = Rig(rows=32, on=(A,), deadline=1.0)
     rig.core._prefetches.begin(A)
