@@ -23,6 +23,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from hashlib import sha256
 from importlib import import_module
+from itertools import chain
 from pathlib import Path
 from secrets import token_bytes
 from typing import Any, NamedTuple
@@ -116,14 +117,16 @@ class KeyRing:
     @property
     def owned(self) -> Owned:
         """The keys that tenants have of their own now, for `newest`."""
-        return self._by_tag, self._nobodys
+        by_tag = self._by_tag  # First, as these change last.
+        return self._nobodys, by_tag
 
     def newest(self, key: bytes, before: Owned = ()) -> Secret:
         """Return the secret with which the chunk of `key` is to be encrypted.
 
         Args:
             before: what was `owned` when its writing began: a chunk of whoever had a key of its own
-                then is never encrypted with those of all others.
+                then is encrypted with that, never with those of all others, or with one that its
+                tenant got after being forgotten.
         """
         return self._of(key, before)[0]
 
@@ -132,7 +135,9 @@ class KeyRing:
 
         What a tenant has stored before it had keys of its own is under those of all others.
         """
-        for secret in (*self._of(key), *self._others):
+        self.poll()
+        its = (owned.get(key[: self.tag_bytes], ()) for owned in self.owned)
+        for secret in chain(*its, self._others):
             if secret.id == key_id:
                 return secret
         return None
@@ -153,15 +158,15 @@ class KeyRing:
         Once the core has removed their chunks, what they store is under the keys of all others.
         """
         self.poll()
-        told = sorted(self._untold)
-        self._untold.difference_update(told)
+        with self._changing:
+            told, self._untold = self._untold, set()
 
         def settle() -> None:
-            gone = set(told)
             with self._changing:
+                gone = told - self._untold
                 self._nobodys = {t: its for t, its in self._nobodys.items() if t not in gone}
 
-        return Changes(forgotten=told, on_taken=settle)
+        return Changes(forgotten=sorted(told), on_taken=settle)
 
     def ids(self, *, newest: bool = False) -> set[bytes]:
         """Return the ids of all keys, or of the newest of each tenant."""
@@ -215,10 +220,10 @@ class KeyRing:
             # No thread can be started now; a later use tries again.
             self._looking.release()
 
-    def _of(self, key: bytes, before: Owned = ()) -> Sequence[Secret]:
+    def _of(self, key: bytes, before: Owned) -> Sequence[Secret]:
         self.poll()
         tag = key[: self.tag_bytes]
-        for owned in (*self.owned, *before):
+        for owned in (*before, *self.owned):
             if secrets := owned.get(tag):
                 return secrets
         return self._others
@@ -235,13 +240,14 @@ class KeyRing:
         by_tag = {tag_of(name): secrets for name, secrets in named.items()} if tag_of else {}
         # A hook is asked again and again.
         changed = (by_tag, parsed[ALL]) != (self._by_tag, self._others)
-        # First: from one moment to the next they are sealed with another key.
-        forgotten = self._by_tag.keys() - by_tag.keys()
+        # Also who has other keys instead: what is under the earlier ones is nobody's.
+        forgotten = {t for t, its in self._by_tag.items() if {*its}.isdisjoint(by_tag.get(t, ()))}
         fresh = {tag: token_bytes(KEY_BYTES) for tag in forgotten}
         nobodys = {tag: [Secret(id_of(its), its)] for tag, its in fresh.items()}
+        # First: from one moment to the next they are sealed with another key.
         with self._changing:
             self._nobodys = {**self._nobodys, **nobodys}
-        self._untold |= forgotten
+            self._untold |= forgotten
         self._by_tag, self._others = by_tag, parsed[ALL]
         # Last: who sees that they have changed has to see how.
         self.changes += changed
