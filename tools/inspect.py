@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import dataclasses
 import json
 from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
 
-from kvstore.errors import ConfigError
-from kvstore.maintenance.survey import LaneSurvey, NamespaceSurvey, chunks_by_tenant, survey
-from kvstore.policies.shares import OTHERS
+from kvstore.errors import ConfigError, ForeignFileError
+from kvstore.maintenance.survey import LaneSurvey, NamespaceSurvey, survey
+from kvstore.policies.shares import OTHERS, TAG_BYTES, tag_of
 from kvstore.sizes import format_size
+from kvstore.tiers.disk.index import read_index
 from kvstore.tools.output import age, print_json, print_table
 
 __all__ = ["inspect"]
@@ -35,16 +39,31 @@ def inspect(options: argparse.Namespace) -> int:
         told = [dataclasses.asdict(namespace) for namespace in namespaces]
         if options.tenant:
             for namespace, its in zip(namespaces, told, strict=True):
-                its["tenants"] = chunks_by_tenant(namespace, options.tenant)
+                its["tenants"] = _chunks_by_tenant(namespace, options.tenant)
         print_json({"namespaces": told})
         return 1 if faults else 0
     for namespace in namespaces:
         _print(namespace, segments=options.segments, settings=options.settings)
         if options.tenant:
-            counts = chunks_by_tenant(namespace, options.tenant)
+            counts = _chunks_by_tenant(namespace, options.tenant)
             rows = [[name, f"{count:,}"] for name, count in counts.items()]
             print_table([">tenant", ">chunks"], rows, indent=2)
     return 1 if faults else 0
+
+
+def _chunks_by_tenant(namespace: NamespaceSurvey, names: Sequence[str]) -> dict[str, int]:
+    """Count the chunks that somebody may find, for each of these tenants and for all others.
+
+    The names of tenants are not on disk: of other tenants it cannot be said who they are.
+    """
+    tags = {tag_of(name): name for name in names}
+    found = Counter(dict.fromkeys([*names, OTHERS], 0))
+    for lane in namespace.lanes:
+        for segment in lane.segments:
+            with contextlib.suppress(ForeignFileError, OSError):
+                keys = read_index(Path(segment.path))[1].of_epoch(*namespace.epochs).keys()
+                found.update(tags.get(key[:TAG_BYTES], OTHERS) for key in keys)
+    return dict(found)
 
 
 def _print(namespace: NamespaceSurvey, *, segments: bool, settings: bool) -> None:

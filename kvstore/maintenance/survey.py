@@ -11,15 +11,14 @@ import errno
 import os
 import stat
 from collections import Counter
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from kvstore.concurrency import open_at_once
 from kvstore.errors import ForeignFileError, KVStoreError, PathUnusableError
 from kvstore.maintenance.payloads import Proof, payload_fault, sealer_of
-from kvstore.policies.shares import OTHERS, TAG_BYTES, tag_of
 from kvstore.tiers.disk.epoch import EPOCH_NAME, lost_epoch, read_epoch
 from kvstore.tiers.disk.fault import Fault
 from kvstore.tiers.disk.format import Geometry
@@ -38,10 +37,11 @@ __all__ = [
     "Progress",
     "SegmentSurvey",
     "check_folder",
-    "chunks_by_tenant",
     "survey",
     "verify",
 ]
+
+_T = TypeVar("_T")
 
 NOT_FOLLOWED = "is a symbolic link; it is not followed"
 
@@ -306,21 +306,6 @@ def _namespace(folder: Path) -> NamespaceSurvey:
     return found
 
 
-def chunks_by_tenant(namespace: NamespaceSurvey, names: Sequence[str]) -> dict[str, int]:
-    """Count the chunks that somebody may find, for each of these tenants and for all others.
-
-    The names of tenants are not on disk: of other tenants it cannot be said who they are.
-    """
-    tags = {tag_of(name): name for name in names}
-    found = Counter(dict.fromkeys([*names, OTHERS], 0))
-    for lane in namespace.lanes:
-        for segment in lane.segments:
-            with contextlib.suppress(ForeignFileError, OSError):
-                keys = read_index(Path(segment.path))[1].of_epoch(*namespace.epochs).keys()
-                found.update(tags.get(key[:TAG_BYTES], OTHERS) for key in keys)
-    return dict(found)
-
-
 def _newest(folder: Path) -> int | None:
     """The newest epoch of the chunks of a lane, None if it has none."""
     epochs: list[int] = []
@@ -344,17 +329,25 @@ def _lane(lane: LaneSurvey, namespace: NamespaceSurvey) -> list[Fault]:
         return []
     faults: list[Fault] = []
     for path in paths:
-        try:
-            segment, its_faults = _segment(path, namespace)
-        except FileNotFoundError:
-            continue  # A running server removed it meanwhile.
-        except (ForeignFileError, OSError) as error:
-            faults.append(Fault.of(path, error))
-            continue
-        lane.segments.append(segment)
-        faults += its_faults
+        found = _looked(path, lambda path: _segment(path, namespace), faults)
+        if found is not None:
+            lane.segments.append(found[0])
+            faults += found[1]
     lane.other_bytes = _other_bytes(folder, {Path(each.path).name for each in lane.segments})
     return faults
+
+
+def _looked(path: Path, look: Callable[[Path], _T], faults: list[Fault]) -> _T | None:
+    """Look twice at a segment with a fault: a running server may have emptied and removed it."""
+    for last in (False, True):
+        try:
+            return look(path)
+        except FileNotFoundError:
+            break
+        except (ForeignFileError, OSError) as error:
+            if last:
+                faults.append(Fault.of(path, error))
+    return None
 
 
 def _other_bytes(folder: Path, segments: set[str]) -> int:
@@ -409,15 +402,13 @@ def _verify_segment(
     path: Path, progress: Progress, epochs: Collection[int], sealer: Sealer | None
 ) -> Iterator[Fault | Progress]:
     suspects: list[tuple[int, bytes, str]] = []
-    try:
-        header, live, _ = read_index(path)
-        live = live.of_epoch(*epochs)
-        fd = open_at_once(path)
-    except (ForeignFileError, OSError) as error:
-        if os.path.lexists(path):
-            yield Fault.of(path, error)
+    faults: list[Fault] = []
+    found = _looked(path, lambda path: (*read_index(path), open_at_once(path)), faults)
+    yield from faults
+    if found is None:
         return
-    geometry = header.geometry
+    header, live, _, fd = found
+    geometry, live = header.geometry, live.of_epoch(*epochs)
     try:
         unreported = 0
         each = map(Proof, live.keys(), live.records["epoch"].tolist(), live.digests())
@@ -437,14 +428,12 @@ def _verify_segment(
         os.close(fd)
     if not suspects:
         return
-    try:
-        _, again, _ = read_index(path)
-    except (ForeignFileError, OSError) as error:
-        if os.path.lexists(path):
-            yield Fault.of(path, error)
+    again = _looked(path, read_index, faults)
+    yield from faults
+    if again is None:
         return
     # A record that has changed meanwhile belongs to a newer chunk.
-    before, after = live.by_slot(), again.by_slot()
+    before, after = live.by_slot(), again[1].by_slot()
     for slot, key, what in suspects:
         if after.get(slot) == before[slot]:
             yield Fault(str(path), slot, what, key.hex())

@@ -25,6 +25,8 @@ from kvstore.maintenance.offline import compact, purge
 from kvstore.maintenance.survey import Fault, survey, verify
 from kvstore.tiers.disk.format import ALIGN, RECORD_BYTES
 from kvstore.tiers.disk.index import read_index
+from kvstore.tiers.disk.io.base import read_bytes
+from kvstore.tiers.disk.segment import remove_file
 from kvstore.tools.cli import main
 from tests.tiers.support import STRANGER, flip
 from tests.tools.support import command
@@ -555,6 +557,32 @@ def test_segments_that_vanish_under_a_survey_are_no_faults(
 
         monkeypatch.setattr("kvstore.maintenance.survey.read_index", vanishing)
         assert wrong(copy) == set()
+
+
+@pytest.mark.parametrize("replaced", [False, True])
+def test_a_segment_that_is_emptied_and_removed_amid_a_look_is_no_fault(
+    cache: Path, monkeypatch: pytest.MonkeyPatch, replaced: bool
+) -> None:
+    """As a server does with it; one of the same name may follow."""
+    for left in range(12):
+        copy = shutil.copytree(cache, cache.with_name(f"copy-{left}"))
+        calls = 0
+
+        def emptying(fd: int, size: int, offset: int, left: int = left) -> bytes:
+            nonlocal calls
+            calls += 1
+            if calls == left + 1:
+                path = Path(os.readlink(f"/proc/self/fd/{fd}"))
+                whole = path.read_bytes()
+                with path.open("r+b") as file:
+                    remove_file(path, file.fileno())
+                if replaced:
+                    path.write_bytes(whole)
+            return read_bytes(fd, size, offset)
+
+        monkeypatch.setattr("kvstore.tiers.disk.index.read_bytes", emptying)
+        assert wrong(copy) == set()
+        assert calls > left
 
 
 # -- the functions ------------------------------------------------------------------------------
