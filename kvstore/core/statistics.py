@@ -213,7 +213,9 @@ class TenantStats:
 
     Attributes:
         loaded, stored: chunks handed to the server, and taken from it.
-        host_chunks, tier_chunks: its chunks in host memory and on the tiers of this process, now.
+        host_chunks: its chunks in host memory, now, without those that were given up and are still
+            there, as with the flows that demote.
+        tier_chunks: its chunks on the tiers of this process, now.
     """
 
     loaded: int = 0

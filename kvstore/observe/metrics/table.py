@@ -430,7 +430,9 @@ METRICS: tuple[Metric, ...] = (
         "Chunks of this tenant that were copied from the device to host memory.",
     ),
     _tenant_now(
-        "tenant_host_chunks", lambda t: t.host_chunks, "Chunks of this tenant in host memory."
+        "tenant_host_chunks",
+        lambda t: t.host_chunks,
+        "Chunks of this tenant in host memory. Those that are on their way out do not count.",
     ),
     _tenant_now(
         "tenant_tier_chunks",
