@@ -578,8 +578,8 @@ FAULTS = (
         "tiers/keys.py",
         (
             "older keys open nothing",
-            "(*self._of(key), *self._others)",
-            "(*self._of(key)[:1], *self._others[:1])",
+            "chain(*its, self._others)",
+            "chain(*(one[:1] for one in its), self._others[:1])",
         ),
         (
             "keys that cannot be read are forgotten",
