@@ -69,8 +69,8 @@ class Secret(NamedTuple):
     material: bytes
 
 
-Owned = tuple[Mapping[bytes, Sequence[Secret]], ...]
-"""Secrets by the tags of tenants."""
+Owned = tuple[Mapping[bytes, list[Secret]], ...]
+"""Secrets by the tags of tenants. A list follows its tenant's keys until they are forgotten."""
 
 
 class KeyRing:
@@ -104,11 +104,11 @@ class KeyRing:
         self._complained = False
         self._began = 0.0
         self._due = time.monotonic() + LOOK_SECONDS
-        self._by_tag: Mapping[bytes, Sequence[Secret]] = {}
+        self._by_tag: Mapping[bytes, list[Secret]] = {}
         self._others: Sequence[Secret] = ()
         # Of tenants whose keys were forgotten while there may be chunks of theirs in host memory:
         # nobody else has these, so what is sealed with them is gone, too.
-        self._nobodys: Mapping[bytes, Sequence[Secret]] = {}
+        self._nobodys: Mapping[bytes, list[Secret]] = {}
         self._untold: set[bytes] = set()
         # Before the keys are read: a change in between is seen by the next look.
         self._version = self._read.version()
@@ -125,8 +125,8 @@ class KeyRing:
 
         Args:
             before: what was `owned` when its writing began: a chunk of whoever had a key of its own
-                then is encrypted with that, never with those of all others, or with one that its
-                tenant got after being forgotten.
+                then is never encrypted with those of all others, nor with one that its tenant got
+                after it was forgotten.
         """
         return self._of(key, before)[0]
 
@@ -159,12 +159,12 @@ class KeyRing:
         """
         self.poll()
         with self._changing:
-            told, self._untold = self._untold, set()
+            told, self._untold = {tag: self._nobodys[tag] for tag in self._untold}, set()
 
         def settle() -> None:
             with self._changing:
-                gone = told - self._untold
-                self._nobodys = {t: its for t, its in self._nobodys.items() if t not in gone}
+                left = {t: its for t, its in self._nobodys.items() if its is not told.get(t)}
+                self._nobodys = left
 
         return Changes(forgotten=sorted(told), on_taken=settle)
 
@@ -240,14 +240,18 @@ class KeyRing:
         by_tag = {tag_of(name): secrets for name, secrets in named.items()} if tag_of else {}
         # A hook is asked again and again.
         changed = (by_tag, parsed[ALL]) != (self._by_tag, self._others)
-        # Also who has other keys instead: what is under the earlier ones is nobody's.
-        forgotten = {t for t, its in self._by_tag.items() if {*its}.isdisjoint(by_tag.get(t, ()))}
-        fresh = {tag: token_bytes(KEY_BYTES) for tag in forgotten}
-        nobodys = {tag: [Secret(id_of(its), its)] for tag, its in fresh.items()}
-        # First: from one moment to the next they are sealed with another key.
         with self._changing:
-            self._nobodys = {**self._nobodys, **nobodys}
-            self._untold |= forgotten
+            for tag, its in self._by_tag.items():
+                if not {*its}.isdisjoint(by_tag.get(tag, ())):
+                    its[:] = by_tag[tag]
+                    by_tag[tag] = its
+                    continue
+                # Also of who has other keys instead. First: from one moment to the next its chunks
+                # are sealed with another key.
+                nobodys = token_bytes(KEY_BYTES)
+                its[:] = [Secret(id_of(nobodys), nobodys)]
+                self._nobodys = {**self._nobodys, tag: its}
+                self._untold.add(tag)
         self._by_tag, self._others = by_tag, parsed[ALL]
         # Last: who sees that they have changed has to see how.
         self.changes += changed

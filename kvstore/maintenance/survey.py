@@ -408,9 +408,9 @@ def _verify_segment(
     if found is None:
         return
     header, live, _, fd = found
-    geometry, live = header.geometry, live.of_epoch(*epochs)
+    geometry, unreported = header.geometry, 0
     try:
-        unreported = 0
+        live = live.of_epoch(*epochs)
         each = map(Proof, live.keys(), live.records["epoch"].tolist(), live.digests())
         for slot, proof in zip(live.slots, each, strict=True):
             offset = geometry.blocks_offset + slot * geometry.slot_bytes

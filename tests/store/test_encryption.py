@@ -136,6 +136,21 @@ async def test_a_tenant_that_is_forgotten_is_stored_anew_by_who_runs(
     assert await held(path, keys_file, ALICE) == ALICE
 
 
+def forget(keys_file: Path, gets: str) -> list[bytes]:
+    """Take alice's key out, or put another in its place.
+
+    Returns:
+        The ids of what she stores with from then on, and of the keys of all others.
+    """
+    keys = parse_keys(read_keys(keys_file), "")
+    (old,) = keys.pop("alice")
+    new = bytes(reversed(old.material))
+    if gets == "another key":
+        keys["alice"] = [Secret(id_of(new), new)]
+    write_keys(keys_file, keys)
+    return [secret.id for secret in (*keys.get("alice", ()), *keys["*"])]
+
+
 @pytest.mark.parametrize("flow", ["write-through", "demote", "exclusive"])
 @pytest.mark.parametrize("kind", ["disk", "store"])
 @pytest.mark.parametrize("gets", ["no key", "another key"])
@@ -158,11 +173,7 @@ async def test_what_is_in_host_memory_of_a_tenant_that_is_forgotten_goes_nowhere
     its["tiers"][0]["flow"] = flow
     async with kvstore.open(its) as store:
         await store.put(ALICE + BOB, payloads(ALICE + BOB))
-        keys: dict[str, Any] = parse_keys(read_keys(keys_file), "")
-        (old,) = keys.pop("alice")
-        new = bytes(reversed(old.material))
-        owned = {"alice": [Secret(id_of(new), new)]} if gets == "another key" else {}
-        write_keys(keys_file, keys | owned)
+        forget(keys_file, gets)
         # Nobody uses anything, and she is gone from host memory all the same.
         async with asyncio.timeout(PATIENCE):
             while any(store.contains(ALICE)):
@@ -181,12 +192,12 @@ async def test_what_is_in_host_memory_of_a_tenant_that_is_forgotten_goes_nowhere
 
 
 @pytest.mark.parametrize("kind", ["disk", "store"])
-async def test_what_is_being_written_when_a_tenant_is_forgotten_is_under_no_key_of_others(
-    tmp_path: Path, keys_file: Path, monkeypatch: pytest.MonkeyPatch, kind: str
+@pytest.mark.parametrize("gets", ["no key", "another key"])
+async def test_what_is_being_written_when_a_tenant_is_forgotten_is_under_no_key_in_use(
+    tmp_path: Path, keys_file: Path, monkeypatch: pytest.MonkeyPatch, kind: str, gets: str
 ) -> None:
     """A write may wait for its thread until the tenant's chunks have left host memory."""
     monkeypatch.setattr("kvstore.tiers.keys.LOOK_SECONDS", 0.01)
-    others = parse_keys(read_keys(keys_file), "")["*"]
     gate, waits = threading.Event(), threading.Event()
     seals: list[bytes] = []
     rings: list[Any] = []
@@ -206,18 +217,16 @@ async def test_what_is_being_written_when_a_tenant_is_forgotten_is_under_no_key_
     async with kvstore.open(its) as store:
         assert await store.put(ALICE[:2], payloads(ALICE[:2])) == 2
         await until_async(waits.is_set)
-        assert command("keys", str(keys_file), "--forget", "alice").returncode == 0
+        in_use = forget(keys_file, gets)
         await until_async(lambda: not any(store.contains(ALICE[:2])))
         await until_async(lambda: not rings[0].owned[0])
         gate.set()
-        await until_async(lambda: not store._core.in_flight)
+        await until_async(lambda: not store._core.in_flight and not store._core.hidden)
         assert seals
-        assert {seal[TAG_BYTES:][:ID_BYTES] for seal in seals}.isdisjoint(
-            secret.id for secret in others
-        )
-        # What she stores from now on is under the keys of all others.
+        assert {seal[TAG_BYTES:][:ID_BYTES] for seal in seals}.isdisjoint(in_use)
+        # What she stores from now on is under that key, or the one of all others.
         assert await store.put(ALICE[:2], payloads(ALICE[:2]), durable=True) == 2
-        assert seals[-1][TAG_BYTES:][:ID_BYTES] == others[0].id
+        assert seals[-1][TAG_BYTES:][:ID_BYTES] == in_use[0]
 
 
 async def test_a_running_store_takes_new_keys_and_drops_old_ones(

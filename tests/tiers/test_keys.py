@@ -47,6 +47,34 @@ def test_a_tenant_has_its_own_keys_and_all_others_have_theirs(file: Path) -> Non
     assert ring.ids() == {id_of(NEW), id_of(OLD), id_of(OTHER)}
 
 
+def test_a_write_follows_the_keys_of_its_tenant_until_they_are_forgotten(file: Path) -> None:
+    def change(**keys: list[bytes]) -> None:
+        write_keys(file, parse_keys({"*": [OTHER], **keys}, "here"))
+        ring.look()
+
+    write_keys(file, parse_keys({"*": [OTHER], "alice": [OLD]}, "here"))
+    ring = KeyRing(str(file), tag_of)
+    begun = ring.owned
+    change(alice=[NEW, OLD])
+    assert ring.newest(ALICES, begun).material == NEW
+    change(alice=[NEW])
+    assert ring.newest(ALICES, begun).material == NEW
+    # Nobody opens what was begun before, whatever she gets, until the core has let her chunks go.
+    known = {id_of(OLD), id_of(NEW), id_of(OTHER)}
+    for keys in ({"alice": [OLD]}, {}, {"alice": [OLD]}):
+        change(**keys)
+        assert ring.newest(ALICES, begun).id not in known
+        assert ring.newest(ALICES, ring.owned).id not in known
+    earlier = ring.forgotten()
+    change(alice=[NEW])
+    later = ring.forgotten()
+    earlier.end()
+    assert ring.newest(ALICES).id not in known
+    later.end()
+    assert ring.newest(ALICES).material == NEW
+    assert ring.newest(ALICES, begun).id not in known
+
+
 def test_what_is_written_is_read(file: Path) -> None:
     table = parse_keys({"*": [OTHER], 'a "name" of\n mine': [NEW, OLD]}, "here")
     write_keys(file, table)
