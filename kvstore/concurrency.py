@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import os
+import stat
 import threading
 import weakref
 from asyncio import _get_running_loop as running_loop
@@ -72,9 +74,19 @@ def open_at_once(
 
     Args:
         follows: whether it may be a symbolic link.
+
+    Raises:
+        OSError: as `os.open` does; also for a folder, for which `os.fdopen` would leave it open.
     """
     flags |= os.O_CLOEXEC | os.O_NONBLOCK | (0 if follows else os.O_NOFOLLOW)
-    return os.open(path, flags, 0o600, dir_fd=dir_fd)
+    fd = os.open(path, flags, 0o600, dir_fd=dir_fd)
+    try:
+        if stat.S_ISDIR(os.fstat(fd).st_mode):
+            raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
+    except OSError:
+        os.close(fd)
+        raise
+    return fd
 
 
 def start_thread(thread: threading.Thread) -> None:

@@ -180,7 +180,7 @@ class Prefetches:
             self._portion = portion
             return grants
         # Nothing comes: its chunks that are here are held by nobody.
-        self._queue.remove(portion)
+        self._queue.release(portion)
         if (
             portion.keys
             and self._pool.policy.shared

@@ -427,4 +427,19 @@ def test_each_prefetch_has_the_time_that_one_has() -> None:
         if not start:
             rig.core._prefetches.drop(wanted)
             rig.now += 100
+    assert rig.core._prefetches._since
     assert all(rig.now - since < 1 for since in rig.core._prefetches._since.values())
+
+
+def test_a_prefetch_is_over_where_others_may_have_its_rows_for_good() -> None:
+    wanted, loaded = keys_of("b", "x", 4), keys_of("a", "y", 16)
+    rig = rig_of(16, wanted)
+    rig.put(loaded)
+    rig.settle()
+    assert rig.ask(loaded, "loads") == 16
+    rig.core.prepare_load(loaded, "loads")
+    assert rig.core.prefetch(wanted) == 4
+    rig.wait(2.0)
+    assert rig.core.is_prefetching(wanted)
+    rig.wait(6.0)
+    assert not rig.core.is_prefetching(wanted)

@@ -48,6 +48,8 @@ clocks of hosts differ."""
 NOT_OURS = {errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.EACCES, errno.EPERM}
 """Errors of what is no folder of values, and is left alone."""
 
+NO_FOLDER = "there is no folder of values"
+
 READ_SECONDS = 600.0
 """So exactly is it known when a value was last read."""
 
@@ -160,17 +162,22 @@ class DirectoryClient:
                 lent.clear()
 
     async def remove(self, names: Sequence[str]) -> None:
-        def one(folder: int, at: str, _: int) -> str | None:
+        def one(folder: int, at: str, _: int) -> str:
             try:
                 os.unlink(at, dir_fd=folder)
             except FileNotFoundError:
                 pass
             except OSError as error:
                 return f"{at}: {_reason(error)}"
-            return None
+            return ""
 
-        for fault in filter(None, await self._each(names, None, one)):
-            raise StoreError(fault)
+        faults = [fault for fault in await self._each(names, NO_FOLDER, one) if fault]
+        if NO_FOLDER in faults:
+            # A directory that was moved away may come back, with the values.
+            await self._in_threads([partial(os.stat, self._mount.directory)])
+        for fault in faults:
+            if fault != NO_FOLDER:
+                raise StoreError(fault)
 
     async def listed(
         self, place: str, but: Collection[str]

@@ -170,6 +170,20 @@ async def test_a_namespace_that_leads_elsewhere_is_refused(share: Path, namespac
         ObjectTier(TierPlace(namespace, {}, 8000), url=share.as_uri())
 
 
+async def test_nothing_is_called_erased_while_the_directory_is_away(share: Path) -> None:
+    await stored(share)
+    bench, aside = opened(share), share.with_name("aside")
+    share.rename(aside)
+    assert await bench.tier.erase(KEYS) is not None
+    aside.rename(share)
+    assert await bench.fetch(KEYS, [0] * 4) == [True] * 4
+    assert await bench.tier.erase(KEYS) is None
+    # Where no folder of values is left, nothing is to be erased.
+    assert await bench.tier.erase(KEYS) is None
+    await bench.close()
+    assert await found(share) == [False] * 4
+
+
 async def test_values_are_spread_over_folders(share: Path) -> None:
     bench = opened(share)
     keys = [key_of(number) for number in range(512)]
