@@ -136,7 +136,8 @@ class KeyRing:
         What a tenant has stored before it had keys of its own is under those of all others.
         """
         self.poll()
-        its = (owned.get(key[: self.tag_bytes], ()) for owned in self.owned)
+        # Copied at once: a list changes while it is looked through.
+        its = [tuple(owned.get(key[: self.tag_bytes], ())) for owned in self.owned]
         for secret in chain(*its, self._others):
             if secret.id == key_id:
                 return secret
@@ -145,7 +146,7 @@ class KeyRing:
     @property
     def own_ids(self) -> set[bytes]:
         """The ids of keys that are a tenant's own."""
-        return {secret.id for its in self._by_tag.values() for secret in its}
+        return {secret.id for its in self._by_tag.values() for secret in its[:]}
 
     def poll(self) -> None:
         """Look in a thread, if it is time. Called now and then, also where nothing is used."""

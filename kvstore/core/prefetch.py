@@ -181,9 +181,10 @@ class Prefetches:
             return grants
         # Nothing comes: its chunks that are here are held by nobody.
         self._queue.release(portion)
-        if (
-            portion.keys
-            and self._pool.policy.shared
+        if not portion.short_of_rows:
+            self._since.pop(owner, None)
+        elif (
+            self._pool.policy.shared
             and now - self._since.setdefault(owner, now) >= self._queue.lease
         ):
             # Others have theirs, and may have it for good.

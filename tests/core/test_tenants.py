@@ -7,6 +7,7 @@ from collections.abc import Collection
 import pytest
 
 from kvstore.core import HostPool
+from kvstore.core.promotion import Grants
 from kvstore.policies.lru import LRU
 from kvstore.policies.shares import Share, Shares, tenant_keys
 from kvstore.policies.tenants import Tenants
@@ -429,6 +430,17 @@ def test_each_prefetch_has_the_time_that_one_has() -> None:
             rig.now += 100
     assert rig.core._prefetches._since
     assert all(rig.now - since < 1 for since in rig.core._prefetches._since.values())
+
+
+def test_a_prefetch_that_has_no_turn_is_not_over(monkeypatch: pytest.MonkeyPatch) -> None:
+    wanted = keys_of("b", "x", 4)
+    rig = rig_of(16, wanted)
+    with monkeypatch.context() as patched:
+        patched.setattr(Grants, "ahead", lambda *_, **__: [])
+        assert rig.core.prefetch(wanted) == 4
+        rig.wait(8.0)
+    rig.settle()
+    assert all(map(rig.in_host, wanted))
 
 
 def test_a_prefetch_is_over_where_others_may_have_its_rows_for_good() -> None:

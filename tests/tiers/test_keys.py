@@ -75,6 +75,25 @@ def test_a_write_follows_the_keys_of_its_tenant_until_they_are_forgotten(file: P
     assert ring.newest(ALICES, begun).id not in known
 
 
+def test_a_key_that_stays_is_found_while_others_leave(file: Path) -> None:
+    third = bytes([4]) * 32
+
+    class Id(bytes):
+        def __eq__(self, other: object) -> bool:
+            ring.look()
+            return bytes(self) == other
+
+        __hash__ = bytes.__hash__
+
+    write_keys(file, parse_keys({"*": [OTHER], "alice": [third, NEW, OLD]}, "here"))
+    ring = KeyRing(str(file), tag_of)
+    write_keys(file, parse_keys({"*": [OTHER], "alice": [NEW, OLD]}, "here"))
+    for wanted in (NEW, OLD):
+        found = ring.find(ALICES, Id(id_of(wanted)))
+        assert found is not None
+        assert found.material == wanted
+
+
 def test_what_is_written_is_read(file: Path) -> None:
     table = parse_keys({"*": [OTHER], 'a "name" of\n mine': [NEW, OLD]}, "here")
     write_keys(file, table)

@@ -174,7 +174,9 @@ class DirectoryClient:
         faults = [fault for fault in await self._each(names, NO_FOLDER, one) if fault]
         if NO_FOLDER in faults:
             # A directory that was moved away may come back, with the values.
-            await self._in_threads([partial(os.stat, self._mount.directory)])
+            (there,) = await self._in_threads([partial(os.path.lexists, self._mount.directory)])
+            if not there:
+                raise StoreError(f"{self._mount.directory} is away")
         for fault in faults:
             if fault != NO_FOLDER:
                 raise StoreError(fault)
