@@ -630,7 +630,7 @@ def test_what_is_no_bundle_is_refused(tmp_path: Path, content: bytes, what: str)
 async def test_a_folder_is_no_bundle_and_a_name_that_no_import_takes_is_not_exported(
     tmp_path: Path,
 ) -> None:
-    assert f"{tmp_path} is no regular file" in error_of("import", tmp_path, tmp_path / "there")
+    assert f"{tmp_path}: Is a directory" in error_of("import", tmp_path, tmp_path / "there")
     await fill(tmp_path / "cache", model="one")
     (folder,) = (tmp_path / "cache").iterdir()
     odd = folder.rename(folder.with_name("a copy"))
