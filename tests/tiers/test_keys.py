@@ -230,6 +230,18 @@ def test_what_is_no_file_is_refused(file: Path, make: Callable[[Path], None]) ->
         KeyRing(str(file))
 
 
+def test_a_folder_in_place_of_the_file_costs_no_descriptor(file: Path) -> None:
+    ring = KeyRing(write(file, f"'*' = '{NEW.hex()}'"))
+    file.unlink()
+    file.mkdir()
+    before = len(os.listdir("/proc/self/fd"))
+    for _ in range(5):
+        with pytest.raises(ConfigError, match="Is a directory"):
+            ring.look()
+    assert len(os.listdir("/proc/self/fd")) == before
+    assert ring.newest(KEY).material == NEW
+
+
 def test_keys_may_be_in_a_variable(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("THE_KEYS", f"'*' = '{NEW.hex()}'")
     assert KeyRing("env:THE_KEYS").newest(KEY).material == NEW
