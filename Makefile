@@ -101,7 +101,8 @@ check: $(READY)
 	@$(BIN)/ruff format -q --check . || { echo "ruff format: run $(BIN)/ruff format"; exit 1; }
 	@$(BIN)/mypy --no-error-summary
 
-# Replays of long traces, hit for hit, and reads over a wire that is too slow: a few minutes.
+# Replays of long traces, hit for hit, programs that start several engines, and reads over a wire that is too slow:
+# ten to fifteen minutes.
 figures: $(READY)
 	@$(TESTS) -m slow
 

@@ -243,16 +243,16 @@ class KeyRing:
         changed = (by_tag, parsed[ALL]) != (self._by_tag, self._others)
         with self._changing:
             for tag, its in self._by_tag.items():
-                if not {*its}.isdisjoint(by_tag.get(tag, ())):
+                if {*its}.isdisjoint(by_tag.get(tag, ())):
+                    # Also of who has other keys instead. First: from one moment to the next its
+                    # chunks are sealed with another key.
+                    nobodys = token_bytes(KEY_BYTES)
+                    its[:] = [Secret(id_of(nobodys), nobodys)]
+                    self._nobodys = {**self._nobodys, tag: its}
+                    self._untold.add(tag)
+                else:
                     its[:] = by_tag[tag]
                     by_tag[tag] = its
-                    continue
-                # Also of who has other keys instead. First: from one moment to the next its chunks
-                # are sealed with another key.
-                nobodys = token_bytes(KEY_BYTES)
-                its[:] = [Secret(id_of(nobodys), nobodys)]
-                self._nobodys = {**self._nobodys, tag: its}
-                self._untold.add(tag)
         self._by_tag, self._others = by_tag, parsed[ALL]
         # Last: who sees that they have changed has to see how.
         self.changes += changed

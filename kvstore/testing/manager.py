@@ -122,7 +122,7 @@ class ManagerBench:
         return out.keys_to_store
 
     def fill(self, blocks: int) -> None:
-        """Store `blocks` new blocks at once, which only free places can take."""
+        """Store `blocks` new blocks at once, which only free places can take, and load them."""
         end = time.monotonic() + PATIENCE_SECONDS
         first = 1000
         while len(self.store(keys_from(first, blocks))) < blocks:
@@ -130,6 +130,7 @@ class ManagerBench:
             self.end_step()
             time.sleep(0.001)
             first += blocks
+        assert self.load(keys_from(first, blocks)) == blocks
 
     def touch(self, keys: Sequence[bytes]) -> None:
         self.manager.touch(keys, *self.who)
