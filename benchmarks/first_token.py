@@ -11,7 +11,7 @@ are slower than those on the device is the most that loading layer by layer, bes
 could save. Ends with status 1 if a prompt was not found, or was answered otherwise than without a
 cache.
 
-The other revision is installed into a folder of its own, compiled. Threads of the model sleep
+The other revision is checked out into a folder of its own, and compiled. Threads of the model sleep
 while they wait: by default they spin on every core, which no model on a GPU does, and then
 some requests take 100 ms longer.
 """
@@ -20,9 +20,9 @@ from __future__ import annotations
 
 import argparse
 import json
-import subprocess
 import sys
 import tempfile
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -48,14 +48,6 @@ def engine(folder: Path, code: Path, scenario: dict[str, Any]) -> dict[str, Roun
     common = {"max_tokens": 1, "engine": {"num_gpu_blocks_override": 640}}
     packages = {"PYTHONPATH": str(code)}
     return run_engine(folder, {**common, **scenario}, packages, launcher=None).rounds
-
-
-def installed(folder: Path, revision: str) -> Path:
-    """Another revision, compiled as it is where it is installed."""
-    with checked_out(revision, folder / "tree") as tree:
-        pip = [sys.executable, "-m", "pip", "install", "-q", "--no-deps", "--target"]
-        subprocess.run([*pip, str(folder / "installed"), str(tree)], check=True)
-    return folder / "installed"
 
 
 def told(found: dict[str, Round], reference: list[list[int]] | None, length: int) -> dict[str, Any]:
@@ -88,13 +80,15 @@ def main() -> int:
         {"name": "host", "prompts": alone},
         {"name": "together", "prompts": together, "together": True, "reset": False},
     ]
-    with tempfile.TemporaryDirectory(prefix="kvstore-token-", dir=options.folder) as place:
-        folder = Path(place)
+    with ExitStack() as stack:
+        place = tempfile.TemporaryDirectory(prefix="kvstore-token-", dir=options.folder)
+        folder = Path(stack.enter_context(place))
         disk = {"type": "disk", "path": str(folder / "cache"), "capacity_bytes": "2GiB"}
         kvstore = {"cpu_bytes_to_use": "1GiB", "tiers": [disk]}
         codes = {"this": ROOT}
         if options.against:
-            codes[options.against] = installed(folder, options.against)
+            tree = checked_out(options.against, folder / "tree")
+            codes[options.against] = stack.enter_context(tree)
         plain = told(engine(folder, ROOT, {"rounds": rounds}), None, options.length)
         engine(folder, ROOT, {"kvstore": kvstore, "rounds": [{"prompts": alone + together}]})
         found: dict[str, list[dict[str, Any]]] = {}

@@ -1,6 +1,6 @@
 """Cost of a lookup through vLLM's manager interface, beside vLLM's own managers.
 
-    python benchmarks/lookup.py [--resident 1000,10000,100000] [--rounds N]
+    python benchmarks/lookup.py [--resident 1000,10000,100000] [--rounds N] [--against HEAD~5]
 
 For each number of resident chunks one JSON row per case: microseconds per key, and how many times
 as long vLLM's native tiering manager (host memory and files) takes in the same run; for hits and
@@ -12,6 +12,8 @@ turns, each manager's fastest counts: that leaves out what neighbours on the mac
 * first deferral: the first scan of a request whose keys are all on disk.
 * asked again: each later scan of that request while nothing has come, by the rules of vLLM's
   scheduler: it stops at a miss.
+
+With --against the rows of that revision come first, then those of this one.
 """
 
 from __future__ import annotations
@@ -21,6 +23,7 @@ import hashlib
 import json
 import os
 import statistics
+import subprocess
 import sys
 import tempfile
 import time
@@ -37,6 +40,7 @@ from kvstore.vllm.layout import worker_region
 
 sys.path.insert(0, str(Path(__file__).parent))
 from dry import read_options
+from revision import ROOT, checked_out
 from specs import offloading_config
 
 PER_REQUEST = 500
@@ -210,11 +214,26 @@ def tell(resident: int, case: str, measured: list[list[float]], peers: Sequence[
     print(json.dumps(row), flush=True)
 
 
+def measure_both(revision: str, arguments: list[str]) -> None:
+    """Measure that revision, then this one, each in a process of its own."""
+    place = tempfile.TemporaryDirectory()
+    with place as folder, checked_out(revision, Path(folder) / "tree") as tree:
+        for name, code in ((revision, tree), ("this", ROOT)):
+            print(f"# {name}", flush=True)
+            packages = {**os.environ, "PYTHONPATH": str(code)}
+            subprocess.run([sys.executable, __file__, *arguments], env=packages, check=True)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--resident", default="1000,10000,100000", help="numbers of chunks")
     parser.add_argument("--rounds", type=int, default=5)
-    options = read_options(parser, resident="1000", rounds=1)
+    parser.add_argument("--against", metavar="REV", help="measure this revision, too")
+    options = read_options(parser, resident="1000", rounds=1, against=None)
+    if options.against:
+        arguments = ["--resident", options.resident, "--rounds", str(options.rounds)]
+        measure_both(options.against, arguments)
+        return
     for resident in map(int, options.resident.split(",")):
         compare(resident, options.rounds)
 

@@ -319,8 +319,9 @@ class Lookups:
                 if key in entries:
                     break
             else:
-                if not all(answers.is_absent(key, self._now) for answers in self._asks):
-                    return self._ask_again(key, request)
+                for answers in self._asks:
+                    if not answers.is_absent(key, self._now):
+                        return self._ask_again(key, request)
                 if self._outpaced:
                     self.outpaced += any(key in tier.entries for tier in self._outpaced)
                 return self._miss(key, request)
