@@ -61,7 +61,9 @@ def claimed(size: int) -> Iterator[None]:
 def _claim(size: int, *, last: bool) -> contextlib.AbstractContextManager[object] | None:
     """Make a claim; return None if it must wait for the claims of others."""
     with _alone():
-        rooms, claims = list(_rooms(ROOT)), list(_claims())
+        # Claims first: whose claim ends meanwhile has taken its memory, and is counted twice. The
+        # other way round it would not be counted at all.
+        claims, rooms = list(_claims()), list(_rooms(ROOT))
         own = [limit for limit, _ in rooms if limit != MACHINE][:MOST_TOLD]
         beside = [
             sum(its for its, under in claims if limit == MACHINE or under is None or limit in under)

@@ -8,6 +8,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -345,6 +346,28 @@ def test_a_claim_ends_with_its_process_however_it_ends(monkeypatch: pytest.Monke
         other.wait()
     with headroom.claimed(60):
         pass
+
+
+def test_a_claim_that_ends_while_another_is_made_is_counted(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(headroom, "CLAIM", f"ending-{os.getpid()}-of-")
+    monkeypatch.setattr(headroom, "WAIT_S", 0.1)
+    room, read_claims = [100], headroom._claims
+    other = headroom.claimed(60)
+
+    def ends_after(read: list[Any]) -> list[Any]:
+        """Another process has taken its memory right after the first of two looks."""
+        if room == [100]:
+            room[0] = 40
+            other.__exit__(None, None, None)
+        return read
+
+    other.__enter__()
+    monkeypatch.setattr(headroom, "_rooms", lambda root: ends_after([(headroom.MACHINE, *room)]))
+    monkeypatch.setattr(headroom, "_claims", lambda: ends_after(list(read_claims())))
+    with pytest.raises(ConfigError, match="does not fit: 40 bytes are available"):
+        headroom.claimed(60).__enter__()
 
 
 def test_what_others_claim_counts_against_the_limits_that_they_are_under(
