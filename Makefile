@@ -7,11 +7,11 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 PIP := $(BIN)/python -m pip --disable-pip-version-check -qq
 
-# One worker for each core (WORKERS=3 on two cores saves three minutes, and makes
-# tests with short deadlines late now and then); the tests of one file run in one
-# of them. What is skipped is listed with its reason. A worker that crashes ends
-# the run. Threads that wait by spinning would take the cores from other tests.
-WORKERS ?= logical
+# One worker more than there are cores, as many tests wait for a disk, a server or a
+# deadline; the tests of one file run in one of them. What is skipped is listed with
+# its reason. A worker that crashes ends the run. Threads that wait by spinning would
+# take the cores from other tests.
+WORKERS ?= $(shell expr $$(nproc) + 1)
 TESTS := OPENBLAS_NUM_THREADS=1 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --no-loadscope-reorder --max-worker-restart=0 -rs
 
 # vLLM 0.33, put before the installed 0.32 by PYTHONPATH: see tests/vllm/overlay.py.
