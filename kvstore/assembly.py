@@ -271,9 +271,12 @@ def key_ring(config: Config) -> KeyRing | None:
     if config.encryption_keys is None:
         return None
     try:
-        return KeyRing(config.encryption_keys, None if config.tenants is None else tag_of)
+        ring = KeyRing(config.encryption_keys, None if config.tenants is None else tag_of)
+        if not config.tiers:
+            raise ConfigError("there is no tier, and host memory is never encrypted")
     except ConfigError as error:
         raise ConfigError(f"encryption_keys: {error}") from error
+    return ring
 
 
 def open_tiers(
@@ -294,7 +297,7 @@ def open_tiers(
     in_flight = max(1, min(region.rows, config.write_queue_bytes // region.row_bytes))
     views: list[TierView] = []
     parts: list[str] = []
-    keys = key_ring(config) if config.tiers else None
+    keys = key_ring(config)
     if keys is not None:
         parts.append(f"tiers are encrypted with keys of {keys.source}")
     partitions = None if config.tenants is None else Places(config.tenants)

@@ -390,7 +390,7 @@ def _remove_folder(name: str, folder: int) -> list[None]:
 def _path(name: str) -> str:
     """Return the path of a value's file within its folder."""
     key = name.rpartition("/")[2]
-    return f"{zlib.crc32(key.encode()) & 0xFF:02x}/{key}"
+    return f"{zlib.crc32(os.fsencode(key)) & 0xFF:02x}/{key}"
 
 
 def _reason(error: OSError) -> str:

@@ -201,7 +201,15 @@ class _Client:
         self, names: Sequence[str], payloads: Sequence[memoryview]
     ) -> list[bytes | str | None]:
         records: list[bytes | str | None] = []
-        answers = await self._calls([("GET", name) for name in names])
+        # One byte more than a value has: of a longer one the rest stays where it is.
+        sizes = [RECORD_BYTES + len(payload) for payload in payloads]
+        answers = await self._calls(
+            [("GETRANGE", name, 0, size) for name, size in zip(names, sizes, strict=True)]
+        )
+        if b"" in answers:
+            # Of a value that is not there, or is empty.
+            there = zip(answers, await self.exists(names), strict=True)
+            answers = [answer if answer or known else None for answer, known in there]
         for answer, payload in zip(answers, payloads, strict=True):
             if isinstance(answer, Exception) and not str(answer).startswith("WRONGTYPE"):
                 # What it says of one value it would say of all.

@@ -8,6 +8,8 @@ A process begins in epoch 0 and shares what it stores with every process of the 
 its tier is cleared, it moves to an epoch of its own: others keep using what was stored before, and
 never see what it stores from then on. If it is cleared again, the epoch that it leaves is removed,
 provided the client can list it; values of a process that was killed go a week later (`sweeper`).
+
+This module is long because questions, reads, writes and removals share what is known of values.
 """
 
 from __future__ import annotations
@@ -71,7 +73,7 @@ FIRST_ASKED = 4
 """Keys of the first wave of a question that takes several."""
 
 MOST_BAD = 2**14
-"""Most keys that are remembered for their invalid values; the oldest are forgotten first."""
+"""Most keys that are remembered for a fault of their values; the oldest are forgotten first."""
 
 BAD_LASTS = 600.0
 """Seconds for which a key with an invalid value counts as missing. Others may replace the value."""
@@ -249,6 +251,10 @@ class StoreTier(Tier):
             for prefix, start in itertools.product(prefixes, range(0, len(keys), MOST_REMOVED)):
                 part = keys[start : start + MOST_REMOVED]
                 await self._remove(self._erasing, [f"{prefix}{key.hex()}" for key in part])
+            # What was sent and given up may still arrive: then it counts as missing.
+            now, sent = time.monotonic(), self._unsure
+            late = [key for key in keys if sent.pop(key, -math.inf) + BAD_LASTS > now]
+            self._bad.update(dict.fromkeys(late, (now, GONE)))
 
         try:
             await self._loop.run(remove())
@@ -337,8 +343,7 @@ class StoreTier(Tier):
             self._unread.update(unread[:MOST_UNREAD])
         if unread and len(self._unread) >= MOST_UNREAD:
             raise StoreError(str(next(filter(None, errors))))
-        for _ in range(len(self._bad) - MOST_BAD):
-            del self._bad[next(iter(self._bad))]
+        _forget_oldest(self._bad)
         return errors
 
     async def _write(
@@ -352,13 +357,21 @@ class StoreTier(Tier):
             replaced = any(key in self._bad for key in keys)
             return self._put(named, seed, coder, replaced, client)
 
-        errors = await self._in_turn(self._writing, order, chunks, put)
-        if not replaced and any(key in self._bad for key in keys):
-            # A value was found invalid in the meantime, and this call left it as it was.
+        # Those of which it is not known whether the store has them, or will.
+        unsure = set(keys)
+        try:
             errors = await self._in_turn(self._writing, order, chunks, put)
-        for key, error in zip(keys, errors, strict=True):
-            if error is None and replaced:
-                self._bad.pop(key, None)
+            if not replaced and any(key in self._bad for key in keys):
+                # A value was found invalid in the meantime, and this call left it as it was.
+                errors = await self._in_turn(self._writing, order, chunks, put)
+            for key, error in zip(keys, errors, strict=True):
+                if error is None:
+                    unsure.discard(key)
+                    if replaced:
+                        self._bad.pop(key, None)
+        finally:
+            self._unsure.update(dict.fromkeys(unsure, time.monotonic()))
+            _forget_oldest(self._unsure)
         self._sweeper.stored(errors.count(None))
         return errors
 
@@ -430,10 +443,7 @@ class StoreTier(Tier):
         return [f"{self._prefix}{key.hex()}" for key in keys]
 
     async def _remove(self, gate: Gate, names: Sequence[str]) -> None:
-        async def remove(client: StoreClient) -> None:
-            await client.remove(names)
-
-        await self._answer(gate, remove)
+        await self._answer(gate, lambda client: client.remove(names))
 
     def _begin_epoch(self, epoch: str) -> None:
         self._epoch = self._sweeper.epoch = epoch
@@ -443,6 +453,13 @@ class StoreTier(Tier):
         self._coder = Coder.of(sealer, self._codec, self._chunk_bytes)
         # Keys whose values were found invalid, when, and why.
         self._bad: dict[bytes, tuple[float, str | None]] = {}
+        # Keys whose writes were given up, and when.
+        self._unsure: dict[bytes, float] = {}
         # Keys, not many, whose values could not be read since one could be.
         self._unread: set[bytes] = set()
         self._keys_seen = 0 if self._keys is None else self._keys.changes
+
+
+def _forget_oldest(keys: dict[bytes, Any]) -> None:
+    for _ in range(len(keys) - MOST_BAD):
+        del keys[next(iter(keys))]

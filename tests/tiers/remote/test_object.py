@@ -443,6 +443,32 @@ async def test_a_value_that_cannot_be_read_costs_no_other_and_four_are_the_store
     await bench.close()
 
 
+async def test_what_was_given_up_and_arrives_after_its_removal_is_not_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As with a server that hangs, and goes on with what it was sent."""
+    bench = TierBench(ObjectTier(PLACE, url=tmp_path.as_uri(), timeout_s=0.5), 4, 8192, 8000)
+    keys, put, late = [key_of(n) for n in range(3)], DirectoryClient.put, []
+
+    async def hang(
+        self: DirectoryClient, names: Any, records: Any, payloads: Any, **more: Any
+    ) -> Any:
+        late.append((self, names, records, [memoryview(bytes(each)) for each in payloads]))
+        await asyncio.sleep(TOO_LONG)
+
+    monkeypatch.setattr(DirectoryClient, "put", hang)
+    assert not any((await bench.store(keys, [0] * 3)).ok)
+    monkeypatch.setattr(DirectoryClient, "put", put)
+    assert await bench.tier.erase(keys[:2]) is None
+    await put(*late[0])
+    assert (await bench.tier.holds(keys)).ok == [False, False, True]
+    # It is replaced, as what was sent before the removal may be out of date.
+    await bench.store(keys[:1], [0])
+    assert (await bench.tier.holds(keys)).ok == [True, False, True]
+    assert await bench.fetch(keys[:1], [0]) == [True]
+    await bench.close()
+
+
 async def test_each_wave_of_a_question_has_its_time_and_what_was_answered_counts() -> None:
     waves: list[int] = []
 

@@ -219,7 +219,28 @@ async def test_a_server_that_is_full_refuses_and_still_serves(starting: Starting
         await bench.close()
 
 
-@pytest.mark.parametrize("refused", ["get", "exists"])
+async def test_a_value_that_is_too_long_or_empty_is_replaced_and_costs_no_other_one(
+    starting: Starting,
+) -> None:
+    with starting() as server, redis.Redis(port=server.port) as client:
+        bench = await bench_of(RedisTier(PLACE, url=server.url))
+        keys = [key_of(number) for number in range(4)]
+        await bench.store(keys[:3], [0] * 3)
+        for key, value in ((keys[0], bytes(32 << 20)), (keys[1], b"")):
+            (name,) = client.keys(f"*/{key.hex()}")
+            client.set(name, value)
+        before = client.info()["total_net_output_bytes"]
+        told = await bench.tier.read(keys, [0] * 4, list(range(4)))
+        assert told.ok == [False, False, True, False]
+        assert list(told.unread) == []
+        assert client.info()["total_net_output_bytes"] - before < 1 << 20
+        assert (await bench.tier.holds(keys)).ok == [False, False, True, False]
+        await bench.store(keys, [0] * 4)
+        assert await bench.fetch(keys, [0] * 4) == [True] * 4
+        await bench.close()
+
+
+@pytest.mark.parametrize("refused", ["getrange", "exists"])
 async def test_what_the_server_refuses_is_not_taken_for_a_value_that_is_not_there(
     starting: Starting, refused: str
 ) -> None:

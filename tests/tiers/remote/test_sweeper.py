@@ -389,6 +389,19 @@ async def test_resets_one_after_the_other_are_swept_together(
     await bench.close()
 
 
+async def test_a_file_of_any_name_keeps_no_directory_from_being_swept(
+    tmp_path: Path, opened: Any
+) -> None:
+    bench = opened()
+    await store(bench, keys_of(range(ROOM)))
+    for path in files(tmp_path).values():
+        (path.parent / os.fsdecode(b"not \xff UTF-8")).touch()
+    await store(bench, keys_of(range(ROOM, 2 * ROOM)))
+    await sweep(bench)
+    assert sum(map(str.isascii, files(tmp_path))) <= ROOM
+    await bench.close()
+
+
 async def test_a_removal_that_takes_too_long_fails_no_question(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
