@@ -405,7 +405,9 @@ async def test_keys_that_cannot_be_used_are_refused(
 async def test_keys_for_no_tier_are_refused(tmp_path: Path, keys_file: Path) -> None:
     """Nobody would look whether a tenant is forgotten."""
     with pytest.raises(ConfigError, match="encryption_keys: there is no tier"):
-        async with kvstore.open({**small(tmp_path), "encryption_keys": str(keys_file)}):
+        async with kvstore.open(
+            {**small(tmp_path), "tenants": {}, "encryption_keys": str(keys_file)}
+        ):
             pass
 
 
