@@ -11,7 +11,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check -qq
 # deadline; the tests of one file run in one of them. What is skipped is listed with
 # its reason. A worker that crashes ends the run. Threads that wait by spinning would
 # take the cores from other tests.
-WORKERS ?= $(shell expr $$(nproc) + 1)
+WORKERS ?= $(shell expr $$(env -u OMP_NUM_THREADS nproc) + 1)
 TESTS := OPENBLAS_NUM_THREADS=1 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --no-loadscope-reorder --max-worker-restart=0 -rs
 
 # vLLM 0.33, put before the installed 0.32 by PYTHONPATH: see tests/vllm/overlay.py.

@@ -220,7 +220,8 @@ def measure_both(revision: str, arguments: list[str]) -> None:
     with place as folder, checked_out(revision, Path(folder) / "tree") as tree:
         for name, code in ((revision, tree), ("this", ROOT)):
             print(f"# {name}", flush=True)
-            packages = {**os.environ, "PYTHONPATH": str(code)}
+            paths = f"{code}:{os.environ.get('PYTHONPATH', '')}".rstrip(":")
+            packages = {**os.environ, "PYTHONPATH": paths}
             subprocess.run([sys.executable, __file__, *arguments], env=packages, check=True)
 
 

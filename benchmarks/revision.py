@@ -19,18 +19,13 @@ def checked_out(revision: str, tree: Path) -> Iterator[Path]:
 
     Its C modules are compiled if those of this tree are, so that like is compared with like.
     """
-    add = ["git", "worktree", "add", "--detach", str(tree), revision]
-    subprocess.run(add, cwd=ROOT, check=True, capture_output=True)
+    add = ["git", "worktree", "add", "--quiet", "--detach", str(tree), revision]
+    subprocess.run(add, cwd=ROOT, check=True)
     try:
         if any((ROOT / "policies").glob("*.so")):
-            build = [
-                sys.executable,
-                "-c",
-                "import setuptools; setuptools.setup()",
-                "-q",
-                "build_ext",
-            ]
-            subprocess.run([*build, "--inplace"], cwd=tree, check=True, capture_output=True)
+            setup = "import setuptools; setuptools.setup()"
+            build = [sys.executable, "-W", "ignore", "-c", setup, "-q", "build_ext", "--inplace"]
+            subprocess.run(build, cwd=tree, check=True)
         yield tree
     finally:
         remove = ["git", "worktree", "remove", "--force", str(tree)]

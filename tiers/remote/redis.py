@@ -202,14 +202,16 @@ class _Client:
     ) -> list[bytes | str | None]:
         records: list[bytes | str | None] = []
         # One byte more than a value has: of a longer one the rest stays where it is.
-        sizes = [RECORD_BYTES + len(payload) for payload in payloads]
-        answers = await self._calls(
-            [("GETRANGE", name, 0, size) for name, size in zip(names, sizes, strict=True)]
-        )
-        if b"" in answers:
-            # Of a value that is not there, or is empty.
-            there = zip(answers, await self.exists(names), strict=True)
-            answers = [answer if answer or known else None for answer, known in there]
+        calls = [
+            ("GETRANGE", name, 0, RECORD_BYTES + len(payload))
+            for name, payload in zip(names, payloads, strict=True)
+        ]
+        answers = await self._calls(calls)
+        if empty := [place for place, answer in enumerate(answers) if answer == b""]:
+            # It is not there, or was stored since, or is empty.
+            there = await self.exists([names[place] for place in empty])
+            for place, known in zip(empty, there, strict=True):
+                (answers[place],) = await self._calls([calls[place]]) if known else (None,)
         for answer, payload in zip(answers, payloads, strict=True):
             if isinstance(answer, Exception) and not str(answer).startswith("WRONGTYPE"):
                 # What it says of one value it would say of all.

@@ -39,6 +39,7 @@ from kvstore.tiers.remote.client import (
     checked,
 )
 from kvstore.tiers.remote.gate import Gate
+from kvstore.tiers.remote.late_writes import LateWrites
 from kvstore.tiers.remote.loop import ClientLoop, two_at_once
 from kvstore.tiers.remote.record import NO_KEY, RECORD_BYTES, encode, fault_of, seed_of
 from kvstore.tiers.remote.sweeper import MOST_REMOVED, PARTS, Sweeper
@@ -73,7 +74,7 @@ FIRST_ASKED = 4
 """Keys of the first wave of a question that takes several."""
 
 MOST_BAD = 2**14
-"""Most keys that are remembered for a fault of their values; the oldest are forgotten first."""
+"""Most keys that are remembered for their invalid values; the oldest are forgotten first."""
 
 BAD_LASTS = 600.0
 """Seconds for which a key with an invalid value counts as missing. Others may replace the value."""
@@ -209,7 +210,9 @@ class StoreTier(Tier):
                 break
             size = self.asked_at_once
         ok = [
-            there and self._bad.get(key, (-math.inf, None))[0] + BAD_LASTS < time.monotonic()
+            there
+            and not self._late.may_return(key)
+            and self._bad.get(key, (-math.inf, None))[0] + BAD_LASTS < time.monotonic()
             for key, there in zip(keys, found, strict=False)
         ]
         return Transfer(ok + [False] * (len(names) - len(ok)), error, unread)
@@ -248,13 +251,10 @@ class StoreTier(Tier):
         prefixes = {self._prefix, f"{self._place}/{SHARED_EPOCH}/"}
 
         async def remove() -> None:
+            self._late.removed(keys)
             for prefix, start in itertools.product(prefixes, range(0, len(keys), MOST_REMOVED)):
                 part = keys[start : start + MOST_REMOVED]
                 await self._remove(self._erasing, [f"{prefix}{key.hex()}" for key in part])
-            # What was sent and given up may still arrive: then it counts as missing.
-            now, sent = time.monotonic(), self._unsure
-            late = [key for key in keys if sent.pop(key, -math.inf) + BAD_LASTS > now]
-            self._bad.update(dict.fromkeys(late, (now, GONE)))
 
         try:
             await self._loop.run(remove())
@@ -324,6 +324,9 @@ class StoreTier(Tier):
             # If the store answers this, and others can be read, those values are at fault alone.
             await self._answer(self._asking, lambda client: client.exists(self._names(unread[:1])))
         errors: list[str | None] = []
+        records = [
+            None if self._late.may_return(k) else r for k, r in zip(keys, records, strict=True)
+        ]
         for key, record, payload, chunk in zip(keys, records, payloads, chunks, strict=True):
             if not isinstance(record, str | None):
                 sealer = None if self._coder is None else self._coder.sealer
@@ -343,35 +346,33 @@ class StoreTier(Tier):
             self._unread.update(unread[:MOST_UNREAD])
         if unread and len(self._unread) >= MOST_UNREAD:
             raise StoreError(str(next(filter(None, errors))))
-        _forget_oldest(self._bad)
+        for _ in range(len(self._bad) - MOST_BAD):
+            del self._bad[next(iter(self._bad))]
         return errors
 
     async def _write(
         self, coder: Coder | None, keys: Sequence[bytes], chunks: Sequence[memoryview], order: int
     ) -> list[str | None]:
         named, seed = (keys, chunks, self._names(keys)), self._seed
-        replaced = False
+        begun = replaced = False
 
         def put(client: StoreClient) -> Coroutine[Any, Any, list[str | None]]:
-            nonlocal replaced
-            replaced = any(key in self._bad for key in keys)
+            nonlocal begun, replaced
+            begun, replaced = True, any(k in self._bad or self._late.may_return(k) for k in keys)
             return self._put(named, seed, coder, replaced, client)
 
-        # Those of which it is not known whether the store has them, or will.
-        unsure = set(keys)
         try:
             errors = await self._in_turn(self._writing, order, chunks, put)
-            if not replaced and any(key in self._bad for key in keys):
-                # A value was found invalid in the meantime, and this call left it as it was.
-                errors = await self._in_turn(self._writing, order, chunks, put)
-            for key, error in zip(keys, errors, strict=True):
-                if error is None:
-                    unsure.discard(key)
-                    if replaced:
-                        self._bad.pop(key, None)
-        finally:
-            self._unsure.update(dict.fromkeys(unsure, time.monotonic()))
-            _forget_oldest(self._unsure)
+        except BaseException:
+            if begun:
+                self._late.gave_up(keys)
+            raise
+        if not replaced and any(key in self._bad for key in keys):
+            # A value was found invalid in the meantime, and this call left it as it was.
+            errors = await self._in_turn(self._writing, order, chunks, put)
+        for key, error in zip(keys, errors, strict=True):
+            if error is None and replaced:
+                self._bad.pop(key, None)
         self._sweeper.stored(errors.count(None))
         return errors
 
@@ -453,13 +454,7 @@ class StoreTier(Tier):
         self._coder = Coder.of(sealer, self._codec, self._chunk_bytes)
         # Keys whose values were found invalid, when, and why.
         self._bad: dict[bytes, tuple[float, str | None]] = {}
-        # Keys whose writes were given up, and when.
-        self._unsure: dict[bytes, float] = {}
+        self._late = LateWrites()
         # Keys, not many, whose values could not be read since one could be.
         self._unread: set[bytes] = set()
         self._keys_seen = 0 if self._keys is None else self._keys.changes
-
-
-def _forget_oldest(keys: dict[bytes, Any]) -> None:
-    for _ in range(len(keys) - MOST_BAD):
-        del keys[next(iter(keys))]

@@ -26,7 +26,7 @@ from tests.tiers.remote.servers import RedisServer, ServerContract, redis_server
 
 redis = pytest.importorskip("redis")
 
-from kvstore.tiers.remote.redis import PASSWORD, RedisTier  # noqa: E402
+from kvstore.tiers.remote.redis import PASSWORD, RedisTier, _Client  # noqa: E402
 
 Starting = Callable[..., AbstractContextManager[RedisServer]]
 
@@ -237,6 +237,28 @@ async def test_a_value_that_is_too_long_or_empty_is_replaced_and_costs_no_other_
         assert (await bench.tier.holds(keys)).ok == [False, False, True, False]
         await bench.store(keys, [0] * 4)
         assert await bench.fetch(keys, [0] * 4) == [True] * 4
+        await bench.close()
+
+
+async def test_a_value_that_is_stored_while_it_is_asked_for_is_good(
+    starting: Starting, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with starting() as server, redis.Redis(port=server.port) as client:
+        bench = await bench_of(RedisTier(PLACE, url=server.url))
+        keys = [key_of(number) for number in range(2)]
+        await bench.store(keys, [0] * 2)
+        (name,) = client.keys(f"*/{keys[1].hex()}")
+        client.rename(name, "away")
+        exists = _Client.exists
+
+        async def stored_by_another(self: _Client, names: Sequence[str]) -> list[bool]:
+            client.rename("away", name)
+            return await exists(self, names)
+
+        monkeypatch.setattr(_Client, "exists", stored_by_another)
+        assert await bench.fetch(keys, [0] * 2) == [True] * 2
+        monkeypatch.undo()
+        assert (await bench.tier.holds(keys)).ok == [True] * 2
         await bench.close()
 
 
