@@ -837,12 +837,12 @@ FAULTS = (
         ),
         (
             "a value that was found damaged is asked for again and again",
-            "there and self._bad.get(key, (-math.inf, None))[0] + BAD_LASTS < time.monotonic()",
-            "there",
+            "            and self._bad.get(key, (-math.inf, None))[0] + BAD_LASTS < time.monotonic()\n",
+            "",
         ),
         (
             "a damaged value is never replaced",
-            "replaced = any(key in self._bad for key in keys)",
+            "replaced = any(key in self._bad or self._late.may_return(key) for key in keys)",
             "replaced = False",
         ),
         (

@@ -358,7 +358,8 @@ class StoreTier(Tier):
 
         def put(client: StoreClient) -> Coroutine[Any, Any, list[str | None]]:
             nonlocal begun, replaced
-            begun, replaced = True, any(k in self._bad or self._late.may_return(k) for k in keys)
+            begun = True
+            replaced = any(key in self._bad or self._late.may_return(key) for key in keys)
             return self._put(named, seed, coder, replaced, client)
 
         try:
