@@ -837,7 +837,7 @@ FAULTS = (
         ),
         (
             "a value that was found damaged is asked for again and again",
-            "            and self._bad.get(key, (-math.inf, None))[0] + BAD_LASTS < time.monotonic()\n",
+            "and self._bad.get(key, (-math.inf, None))[0] + BAD_LASTS < time.monotonic()",
             "",
         ),
         (
