@@ -6,7 +6,6 @@ was removed in the meantime, so for a while whatever the store has under such a 
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Iterable
 
@@ -29,10 +28,11 @@ class LateWrites:
 
     def gave_up(self, keys: Iterable[bytes]) -> None:
         """Note that it is not known whether the store has these, or will have them."""
-        until = time.monotonic() + LASTS
+        now = time.monotonic()
         for key in keys:
-            self._until.pop(key, None)
-            self._until[key] = until
+            if self._until.pop(key, now) <= now:
+                self._removed.discard(key)
+            self._until[key] = now + LASTS
         for _ in range(len(self._until) - MOST_KEYS):
             oldest = next(iter(self._until))
             del self._until[oldest]
@@ -41,7 +41,10 @@ class LateWrites:
     def removed(self, keys: Iterable[bytes]) -> None:
         """Note that these are being removed."""
         now = time.monotonic()
-        self._removed.update(key for key in keys if self._until.get(key, -math.inf) > now)
+        for key in keys:
+            if self._until.get(key, now) > now:
+                self._until[key] = now + LASTS
+                self._removed.add(key)
 
     def may_return(self, key: bytes) -> bool:
         """Whether the value under this key may be one that was removed: it is to be a miss."""

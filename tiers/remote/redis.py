@@ -210,8 +210,11 @@ class _Client:
         if empty := [place for place, answer in enumerate(answers) if answer == b""]:
             # It is not there, or was stored since, or is empty.
             there = await self.exists([names[place] for place in empty])
-            for place, known in zip(empty, there, strict=True):
-                (answers[place],) = await self._calls([calls[place]]) if known else (None,)
+            again = [place for place, known in zip(empty, there, strict=True) if known]
+            found = await self._calls([calls[place] for place in again])
+            answers = [None if answer == b"" else answer for answer in answers]
+            for place, answer in zip(again, found, strict=True):
+                answers[place] = answer
         for answer, payload in zip(answers, payloads, strict=True):
             if isinstance(answer, Exception) and not str(answer).startswith("WRONGTYPE"):
                 # What it says of one value it would say of all.

@@ -319,14 +319,14 @@ class StoreTier(Tier):
             self._reading, order, payloads, lambda client: client.get(names, payloads)
         )
         records = checked("get", records, len(keys), bytes, bytearray, memoryview, str)
+        records = [
+            None if self._late.may_return(k) else r for k, r in zip(keys, records, strict=True)
+        ]
         unread = [key for key, it in zip(keys, records, strict=True) if type(it) is Unread]
         if unread:
             # If the store answers this, and others can be read, those values are at fault alone.
             await self._answer(self._asking, lambda client: client.exists(self._names(unread[:1])))
         errors: list[str | None] = []
-        records = [
-            None if self._late.may_return(k) else r for k, r in zip(keys, records, strict=True)
-        ]
         for key, record, payload, chunk in zip(keys, records, payloads, chunks, strict=True):
             if not isinstance(record, str | None):
                 sealer = None if self._coder is None else self._coder.sealer
@@ -354,23 +354,22 @@ class StoreTier(Tier):
         self, coder: Coder | None, keys: Sequence[bytes], chunks: Sequence[memoryview], order: int
     ) -> list[str | None]:
         named, seed = (keys, chunks, self._names(keys)), self._seed
-        begun = replaced = False
+        replaced = False
 
         def put(client: StoreClient) -> Coroutine[Any, Any, list[str | None]]:
-            nonlocal begun, replaced
-            begun = True
+            nonlocal replaced
             replaced = any(key in self._bad or self._late.may_return(key) for key in keys)
             return self._put(named, seed, coder, replaced, client)
 
         try:
             errors = await self._in_turn(self._writing, order, chunks, put)
+            if not replaced and any(key in self._bad for key in keys):
+                # A value was found invalid in the meantime, and this call left it as it was.
+                errors = await self._in_turn(self._writing, order, chunks, put)
         except BaseException:
-            if begun:
-                self._late.gave_up(keys)
+            self._late.gave_up(keys)
             raise
-        if not replaced and any(key in self._bad for key in keys):
-            # A value was found invalid in the meantime, and this call left it as it was.
-            errors = await self._in_turn(self._writing, order, chunks, put)
+        self._late.gave_up(key for key, error in zip(keys, errors, strict=True) if error)
         for key, error in zip(keys, errors, strict=True):
             if error is None and replaced:
                 self._bad.pop(key, None)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import threading
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -458,6 +459,12 @@ async def test_what_was_given_up_and_arrives_after_its_removal_is_not_there(
         late.append((self, names, records, [memoryview(bytes(each)) for each in payloads]))
         raise StoreError("no answer")
 
+    replaced = []
+
+    async def note(self: DirectoryClient, *values: Any, replace: bool = False) -> Any:
+        replaced.append(replace)
+        return await put(self, *values, replace=replace)
+
     monkeypatch.setattr(DirectoryClient, "put", hang)
     assert not any((await bench.store(keys, [0] * 3)).ok)
     monkeypatch.setattr(DirectoryClient, "put", put)
@@ -467,9 +474,41 @@ async def test_what_was_given_up_and_arrives_after_its_removal_is_not_there(
         await put(*late[0])
         assert (await tier.holds(keys)).ok == [False, False, True]
         assert await bench.fetch(keys, [0] * 3) == [False, False, True]
-        # What is stored anew may be replaced by what was sent before.
+        # What is stored anew takes the place of what was sent before, or the other way round.
+        monkeypatch.setattr(DirectoryClient, "put", note)
         assert all((await bench.store(keys, [0] * 3)).ok)
+        assert replaced.pop()
+        monkeypatch.setattr(DirectoryClient, "put", put)
         assert (await tier.holds(keys)).ok == [False, False, True]
+    await bench.close()
+
+
+@pytest.mark.parametrize("again", [False, True])
+async def test_so_it_is_with_one_that_fails_alone_or_at_a_second_try(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *, again: bool
+) -> None:
+    tier = ObjectTier(PLACE, url=tmp_path.as_uri(), timeout_s=PATIENCE)
+    bench = TierBench(tier, 2, 8192, 8000)
+    key, put, late = key_of(0), DirectoryClient.put, []
+
+    async def fail(
+        self: DirectoryClient, names: Any, records: Any, payloads: Any, **more: Any
+    ) -> Any:
+        late.append((self, names, records, [memoryview(bytes(each)) for each in payloads]))
+        if again and len(late) == 1:
+            tier._bad[key] = time.monotonic(), "found invalid meanwhile"
+            return [None]
+        if again:
+            raise StoreError("no answer")
+        return ["504"]
+
+    monkeypatch.setattr(DirectoryClient, "put", fail)
+    assert (await bench.store([key], [0])).ok == [False]
+    monkeypatch.setattr(DirectoryClient, "put", put)
+    assert await tier.erase([key]) is None
+    tier._bad.clear()
+    await put(*late[-1])
+    assert (await tier.holds([key])).ok == [False]
     await bench.close()
 
 
@@ -484,9 +523,12 @@ def test_what_was_given_up_last_is_remembered(monkeypatch: pytest.MonkeyPatch) -
     assert [late.may_return(key) for key in keys] == [False] * 4 + [True] * 2
     # It arrives within a time, or not at all.
     monkeypatch.setattr(late_writes, "LASTS", 0.0)
-    late.gave_up(keys[5:])
-    late.removed(keys[5:])
-    assert [late.may_return(key) for key in keys[4:]] == [True, False]
+    late.removed(keys[4:5])
+    assert [late.may_return(key) for key in keys[4:]] == [False, True]
+    # Given up again, it is another write, and was not removed since.
+    monkeypatch.undo()
+    late.gave_up(keys[4:])
+    assert [late.may_return(key) for key in keys[4:]] == [False, True]
 
 
 async def test_each_wave_of_a_question_has_its_time_and_what_was_answered_counts() -> None:
