@@ -267,9 +267,9 @@ def test_a_name_is_never_lost_between_two_of_a_rename() -> None:
 SIMULATED = {*FD_CALLS, *PATH_CALLS, "getpid", "replace", "remove"}
 
 HARMLESS = {
-    "close", "cpu_count", "fchown", "fsdecode", "fsencode", "fspath", "geteuid", "getegid", "getuid", "path",
+    "close", "cpu_count", "fchown", "fsdecode", "fspath", "geteuid", "getegid", "getuid", "path",
     "strerror", "sysconf", "register_at_fork", "environ", "PathLike", "stat_result", "access",
-    "setpriority", "PRIO_PROCESS", "open_folder",
+    "setpriority", "PRIO_PROCESS", "open_folder", "fsencode",
 }  # fmt: skip
 """Calls that ask nothing of a file system that could go wrong."""
 
