@@ -74,10 +74,10 @@ def first(folder: Path) -> Run:
             {"name": "nobody", "prompts": FIRST},
             of("alice", "alice again", FIRST),
             {"name": "salted", "prompts": SECOND, "salt": "pepper"},
+            {"name": "salted otherwise", "prompts": SECOND, "salt": "sugar"},
             # What finds no room beside chunks that wait for a busy disk is not stored.
-            {"name": "salted otherwise", "prompts": SECOND, "salt": "sugar", "pause": 1.0},
-            {"name": "salted again", "prompts": SECOND, "salt": "pepper"},
-            of("bob", "public in part", THIRD, public_tokens=256) | {"pause": 1.0},
+            {"name": "salted again", "prompts": SECOND, "salt": "pepper", "pause": 2.0},
+            of("bob", "public in part", THIRD, public_tokens=256),
             of("carol", "public to carol", THIRD, public_tokens=300),
             of("dave", "not public to dave", THIRD),
             of("mallory", "flood", FLOOD),
