@@ -184,21 +184,27 @@ def test_a_password_that_cannot_be_sent_is_refused_and_not_shown(
         RedisTier(PLACE, url="redis://127.0.0.1:1/0")
 
 
-async def test_a_value_of_another_kind_is_replaced_and_costs_no_other_one(
+async def test_a_value_of_another_kind_or_length_is_replaced_and_costs_no_other_one(
     starting: Starting,
 ) -> None:
     with starting() as server, redis.Redis(port=server.port) as client:
         bench = await bench_of(RedisTier(PLACE, url=server.url))
-        keys = [key_of(number) for number in range(3)]
-        await bench.store(keys, [0] * 3)
-        (name,) = client.keys(f"*/{keys[1].hex()}")
-        client.delete(name)
-        client.rpush(name, "a list")
-        told = await bench.tier.read(keys, [0] * 3, list(range(3)))
-        assert told.ok == [True, False, True]
+        keys = [key_of(number) for number in range(6)]
+        await bench.store(keys[:5], [0] * 5)
+        names = [name for key in keys[:5] for name in client.keys(f"*/{key.hex()}")]
+        client.delete(names[1])
+        client.rpush(names[1], "a list")
+        client.set(names[3], bytes(32 << 20))
+        client.set(names[4], b"")
+        good = [True, False, True, False, False, False]
+        before = client.info()["total_net_output_bytes"]
+        told = await bench.tier.read(keys, [0] * 6, list(range(6)))
+        assert told.ok == good
         assert list(told.unread) == []
-        await bench.store(keys, [0] * 3)
-        assert await bench.fetch(keys, [0] * 3) == [True] * 3
+        assert client.info()["total_net_output_bytes"] - before < 1 << 20
+        assert (await bench.tier.holds(keys)).ok == good
+        await bench.store(keys, [0] * 6)
+        assert await bench.fetch(keys, [0] * 6) == [True] * 6
         await bench.close()
 
 
@@ -216,27 +222,6 @@ async def test_a_server_that_is_full_refuses_and_still_serves(starting: Starting
                 break
         assert refused
         assert await bench.fetch([key_of(0), refused[-1]], [0, 0]) == [True, False]
-        await bench.close()
-
-
-async def test_a_value_that_is_too_long_or_empty_is_replaced_and_costs_no_other_one(
-    starting: Starting,
-) -> None:
-    with starting() as server, redis.Redis(port=server.port) as client:
-        bench = await bench_of(RedisTier(PLACE, url=server.url))
-        keys = [key_of(number) for number in range(4)]
-        await bench.store(keys[:3], [0] * 3)
-        for key, value in ((keys[0], bytes(32 << 20)), (keys[1], b"")):
-            (name,) = client.keys(f"*/{key.hex()}")
-            client.set(name, value)
-        before = client.info()["total_net_output_bytes"]
-        told = await bench.tier.read(keys, [0] * 4, list(range(4)))
-        assert told.ok == [False, False, True, False]
-        assert list(told.unread) == []
-        assert client.info()["total_net_output_bytes"] - before < 1 << 20
-        assert (await bench.tier.holds(keys)).ok == [False, False, True, False]
-        await bench.store(keys, [0] * 4)
-        assert await bench.fetch(keys, [0] * 4) == [True] * 4
         await bench.close()
 
 
