@@ -837,12 +837,12 @@ FAULTS = (
         ),
         (
             "a value that was found damaged is asked for again and again",
-            "and self._bad.get(key, (-math.inf, None))[0] + BAD_LASTS < time.monotonic()",
-            "",
+            "there and not self._suspects.missing(key)",
+            "there and not self._suspects.may_return(key)",
         ),
         (
             "a damaged value is never replaced",
-            "replaced = any(key in self._bad or self._late.may_return(key) for key in keys)",
+            "replaced = self._suspects.replaceable(keys)",
             "replaced = False",
         ),
         (

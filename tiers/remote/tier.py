@@ -8,8 +8,6 @@ A process begins in epoch 0 and shares what it stores with every process of the 
 its tier is cleared, it moves to an epoch of its own: others keep using what was stored before, and
 never see what it stores from then on. If it is cleared again, the epoch that it leaves is removed,
 provided the client can list it; values of a process that was killed go a week later (`sweeper`).
-
-This module is long because questions, reads, writes and removals share what is known of values.
 """
 
 from __future__ import annotations
@@ -17,9 +15,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import itertools
-import math
 import secrets
-import time
 from abc import abstractmethod
 from collections.abc import Callable, Coroutine, Sequence
 from functools import partial
@@ -30,18 +26,11 @@ from kvstore.tiers.coding import Coder
 from kvstore.tiers.disk.digest import digest
 from kvstore.tiers.disk.namespace import Namespace
 from kvstore.tiers.pinned import PinnedRegion
-from kvstore.tiers.remote.client import (
-    MOST_UNREAD,
-    SHARED_EPOCH,
-    StoreClient,
-    StoreError,
-    Unread,
-    checked,
-)
+from kvstore.tiers.remote.client import SHARED_EPOCH, StoreClient, StoreError, Unread, checked
 from kvstore.tiers.remote.gate import Gate
-from kvstore.tiers.remote.late_writes import LateWrites
 from kvstore.tiers.remote.loop import ClientLoop, two_at_once
 from kvstore.tiers.remote.record import NO_KEY, RECORD_BYTES, encode, fault_of, seed_of
+from kvstore.tiers.remote.suspects import Suspects
 from kvstore.tiers.remote.sweeper import MOST_REMOVED, PARTS, Sweeper
 from kvstore.tiers.sealing import Sealer
 from kvstore.types import Changes, RecoveredTier, TierPlace
@@ -72,12 +61,6 @@ QUESTIONS_AT_ONCE = 4
 
 FIRST_ASKED = 4
 """Keys of the first wave of a question that takes several."""
-
-MOST_BAD = 2**14
-"""Most keys that are remembered for their invalid values; the oldest are forgotten first."""
-
-BAD_LASTS = 600.0
-"""Seconds for which a key with an invalid value counts as missing. Others may replace the value."""
 
 GONE = "the store does not have the chunk"
 
@@ -188,8 +171,7 @@ class StoreTier(Tier):
         if self._keys is not None and self._keys.changes != self._keys_seen:
             # Values may be valid that were encrypted with keys that were not known.
             self._keys_seen = self._keys.changes
-            for key in [each for each, (_, why) in self._bad.items() if why == NO_KEY]:
-                del self._bad[key]
+            self._suspects.trust_again(NO_KEY)
         names, order = self._names(keys), next(self._orders)
         found: list[bool] = []
         unread, error = range(0), None
@@ -210,9 +192,7 @@ class StoreTier(Tier):
                 break
             size = self.asked_at_once
         ok = [
-            there
-            and not self._late.may_return(key)
-            and self._bad.get(key, (-math.inf, None))[0] + BAD_LASTS < time.monotonic()
+            there and not self._suspects.missing(key)
             for key, there in zip(keys, found, strict=False)
         ]
         return Transfer(ok + [False] * (len(names) - len(ok)), error, unread)
@@ -251,7 +231,7 @@ class StoreTier(Tier):
         prefixes = {self._prefix, f"{self._place}/{SHARED_EPOCH}/"}
 
         async def remove() -> None:
-            self._late.removed(keys)
+            self._suspects.removed(keys)
             for prefix, start in itertools.product(prefixes, range(0, len(keys), MOST_REMOVED)):
                 part = keys[start : start + MOST_REMOVED]
                 await self._remove(self._erasing, [f"{prefix}{key.hex()}" for key in part])
@@ -320,7 +300,8 @@ class StoreTier(Tier):
         )
         records = checked("get", records, len(keys), bytes, bytearray, memoryview, str)
         records = [
-            None if self._late.may_return(k) else r for k, r in zip(keys, records, strict=True)
+            None if self._suspects.may_return(key) else record
+            for key, record in zip(keys, records, strict=True)
         ]
         unread = [key for key, it in zip(keys, records, strict=True) if type(it) is Unread]
         if unread:
@@ -335,19 +316,8 @@ class StoreTier(Tier):
                     self._coder.decode(chunk)
             else:
                 errors.append(GONE if record is None else record)
-            known = self._bad.pop(key, None)
-            if record is not None and errors[-1] is not None:
-                # One that could not be read is replaced when it is written, and tried once more.
-                once = type(record) is Unread and known is None
-                self._bad[key] = time.monotonic() - BAD_LASTS * once, errors[-1]
-        if None in errors:
-            self._unread.clear()
-        elif len(self._unread) < MOST_UNREAD:
-            self._unread.update(unread[:MOST_UNREAD])
-        if unread and len(self._unread) >= MOST_UNREAD:
+        if self._suspects.was_read(keys, records, errors):
             raise StoreError(str(next(filter(None, errors))))
-        for _ in range(len(self._bad) - MOST_BAD):
-            del self._bad[next(iter(self._bad))]
         return errors
 
     async def _write(
@@ -358,21 +328,22 @@ class StoreTier(Tier):
 
         def put(client: StoreClient) -> Coroutine[Any, Any, list[str | None]]:
             nonlocal replaced
-            replaced = any(key in self._bad or self._late.may_return(key) for key in keys)
+            replaced = self._suspects.replaceable(keys)
             return self._put(named, seed, coder, replaced, client)
 
         try:
             errors = await self._in_turn(self._writing, order, chunks, put)
-            if not replaced and any(key in self._bad for key in keys):
+            if not replaced and self._suspects.invalid(keys):
                 # A value was found invalid in the meantime, and this call left it as it was.
                 errors = await self._in_turn(self._writing, order, chunks, put)
         except BaseException:
-            self._late.gave_up(keys)
+            self._suspects.gave_up(keys)
             raise
-        self._late.gave_up(key for key, error in zip(keys, errors, strict=True) if error)
-        for key, error in zip(keys, errors, strict=True):
-            if error is None and replaced:
-                self._bad.pop(key, None)
+        self._suspects.gave_up(key for key, error in zip(keys, errors, strict=True) if error)
+        if replaced:
+            self._suspects.replaced(
+                key for key, error in zip(keys, errors, strict=True) if error is None
+            )
         self._sweeper.stored(errors.count(None))
         return errors
 
@@ -452,9 +423,5 @@ class StoreTier(Tier):
         self._seed = seed_of(self._prefix)
         sealer = None if self._keys is None else Sealer(self._keys, self._prefix)
         self._coder = Coder.of(sealer, self._codec, self._chunk_bytes)
-        # Keys whose values were found invalid, when, and why.
-        self._bad: dict[bytes, tuple[float, str | None]] = {}
-        self._late = LateWrites()
-        # Keys, not many, whose values could not be read since one could be.
-        self._unread: set[bytes] = set()
+        self._suspects = Suspects()
         self._keys_seen = 0 if self._keys is None else self._keys.changes

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import os
 import threading
-import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -16,7 +15,7 @@ from kvstore.testing.bench import TierBench, key_of
 from kvstore.testing.store import StoreContract
 from kvstore.tiers.base import Tier
 from kvstore.tiers.pinned import PinnedRegion
-from kvstore.tiers.remote import late_writes
+from kvstore.tiers.remote import suspects
 from kvstore.tiers.remote.tier import StoreTier
 from kvstore.types import TierPlace
 from tests.patience import PATIENCE, TOO_LONG, until_async
@@ -496,7 +495,7 @@ async def test_so_it_is_with_one_that_fails_alone_or_at_a_second_try(
     ) -> Any:
         late.append((self, names, records, [memoryview(bytes(each)) for each in payloads]))
         if again and len(late) == 1:
-            tier._bad[key] = time.monotonic(), "found invalid meanwhile"
+            tier._suspects.was_read([key], [b""], ["found invalid meanwhile"])
             return [None]
         if again:
             raise StoreError("no answer")
@@ -506,15 +505,15 @@ async def test_so_it_is_with_one_that_fails_alone_or_at_a_second_try(
     assert (await bench.store([key], [0])).ok == [False]
     monkeypatch.setattr(DirectoryClient, "put", put)
     assert await tier.erase([key]) is None
-    tier._bad.clear()
+    tier._suspects.replaced([key])
     await put(*late[-1])
     assert (await tier.holds([key])).ok == [False]
     await bench.close()
 
 
 def test_what_was_given_up_last_is_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(late_writes, "MOST_KEYS", 4)
-    late, keys = late_writes.LateWrites(), [key_of(n) for n in range(6)]
+    monkeypatch.setattr(suspects, "MOST_KEYS", 4)
+    late, keys = suspects.Suspects(), [key_of(n) for n in range(6)]
     for some in (keys[:3], keys[:1], keys[3:]):
         late.gave_up(some)
         late.removed(some)
@@ -522,7 +521,7 @@ def test_what_was_given_up_last_is_remembered(monkeypatch: pytest.MonkeyPatch) -
     late.gave_up(keys[1:3])
     assert [late.may_return(key) for key in keys] == [False] * 4 + [True] * 2
     # It arrives within a time, or not at all.
-    monkeypatch.setattr(late_writes, "LASTS", 0.0)
+    monkeypatch.setattr(suspects, "LASTS", 0.0)
     late.removed(keys[4:5])
     assert [late.may_return(key) for key in keys[4:]] == [False, True]
     # Given up again, it is another write, and was not removed since.
