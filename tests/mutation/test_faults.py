@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import ast
+import itertools
 import re
 from collections import Counter
 
 import pytest
 
 from tests.copied import ROOT
-from tests.mutation.__main__ import near
+from tests.mutation.__main__ import ALL, LATE, META, NEVER, OWN, near
 from tests.mutation.faults import FAULTS, Fault
 
 PAGE = (ROOT / "docs" / "mutation.md").read_text()
@@ -27,10 +28,15 @@ def test_there_are_many_faults_in_every_room_and_no_two_have_one_name() -> None:
     assert min(Counter(fault.room for fault in FAULTS).values()) >= 15
 
 
-def test_the_tests_that_are_run_first_are_there() -> None:
+def test_the_tests_that_are_named_are_there() -> None:
     for path in {fault.path for fault in FAULTS}:
         assert [file for file in near(path) if not (ROOT / file).is_file()] == []
         assert near(path)
+    for place in (*ALL, *LATE, *NEVER, *itertools.chain(*OWN.values())):
+        assert (ROOT / place).exists(), place
+    for test in META:
+        file, _, name = test.partition("::")
+        assert f"def {name}(" in (ROOT / file).read_text()
 
 
 def test_the_page_tells_which_test_finds_each_and_at_most_five_percent_are_not_found() -> None:
