@@ -4,9 +4,10 @@
 
 Each child runs vLLM over the cache that its killed predecessor left. It first
 checks that every chunk which was ever reported stored on disk is found again
-and that prompts complete as they did before, then stores new prompts until it
-is killed at a random moment. After each kill every payload is read against its
-digest from outside. Exit status 1 if anything is missing or wrong.
+and that prompts complete as they did before, then stores new prompts. It is
+killed at a random moment after it has reported the first of their chunks. After
+each kill every payload is read against its digest from outside. Exit status 1
+if anything is missing or wrong.
 """
 
 from __future__ import annotations
@@ -83,6 +84,12 @@ def child(folder: Path, first_seed: int) -> None:
             seed += 1
 
 
+def reported(told: Path) -> int:
+    """How many chunks the children have reported."""
+    lines = told.read_text().splitlines(keepends=True) if told.exists() else []
+    return sum(len(json.loads(line)["stored"]) for line in lines if line.endswith("\n"))
+
+
 def main() -> int:
     parser = argparse.ArgumentParser()
     parser.add_argument("--kills", type=int, default=20)
@@ -97,14 +104,14 @@ def main() -> int:
         folder = Path(name)
         for number in range(options.kills + 1):
             seed = 1000 * (number + 1)
+            before = reported(folder / "told")
             log = (folder / "log").open("w")
             process = subprocess.Popen(
                 [sys.executable, __file__, "--child", str(folder), str(seed)],
                 stdout=log,
                 stderr=log,
             )
-            checked = folder / f"checked-{seed}"
-            while not checked.exists() or not checked.read_text():
+            while reported(folder / "told") == before:
                 if process.poll() is not None:
                     print((folder / "log").read_text()[-4000:])
                     print(f"child {number} ended by itself")
@@ -113,7 +120,7 @@ def main() -> int:
             time.sleep(rng.uniform(0.1, 6.0))
             process.send_signal(signal.SIGKILL)
             process.wait()
-            found = json.loads(checked.read_text())
+            found = json.loads((folder / f"checked-{seed}").read_text())
             verify = subprocess.run(
                 [sys.executable, "-m", "kvstore.tools", "verify", str(folder / "cache"), "--json"],
                 capture_output=True,
