@@ -116,7 +116,10 @@ class Tier(ABC):
 
     @abstractmethod
     async def grow(self) -> tuple[int | None, str | None]:
-        """Make one more segment ready; return its number, or None and the reason."""
+        """Make one more segment ready; return its number, or None and the reason.
+
+        There is no reason if its capacity, which may have been reduced just now, is used up.
+        """
 
     @abstractmethod
     async def clear(self) -> list[int] | None:

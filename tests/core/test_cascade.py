@@ -313,6 +313,17 @@ def test_a_tier_that_cannot_grow_is_asked_again_after_a_pause() -> None:
     assert rig.owned().slots.segments == 2
 
 
+def test_a_tier_that_became_smaller_while_it_was_to_grow_grows_as_soon_as_it_may() -> None:
+    rig = Rig(rows=8, on=[chain("old", 4)], segment_slots=4, max_segments=2)
+    (grow,) = rig.step()
+    rig.owned().slots.limit([1])
+    rig.end(grow, segments=[])
+    assert rig.wait(RETRY_PAUSE / 2) == []
+    rig.owned().slots.limit([2])
+    (again,) = rig.step()
+    assert again.op is Op.GROW
+
+
 def test_a_tier_that_grew_after_all_evicts_no_more_than_it_must() -> None:
     old = chain("old", 4)
     rig = Rig(rows=16, on=[old], segment_slots=4, max_segments=3)

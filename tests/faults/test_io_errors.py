@@ -333,16 +333,19 @@ async def test_slow_writes_hold_nobody_up_and_are_complete_in_the_end(faulty: Fa
 async def test_a_disk_that_grows_slowly_keeps_what_it_has_and_says_so(
     faulty: FaultyDisk, caplog: pytest.LogCaptureFixture
 ) -> None:
-    async with calling(faulty.path, seen_at=faulty.behind, shutdown_timeout_s=8.0) as caller:
+    # It grows until it is asked, however long that takes.
+    patient = {"shutdown_timeout_s": 8.0, "max_wait_s": PATIENCE}
+    async with calling(faulty.path, seen_at=faulty.behind, **patient) as caller:
         assert await caller.save(range(SLOTS // 2)) == set(range(SLOTS // 2))
         faulty.obey(
             {"op": "write", **BLOCKS, "delay": 0.05},
-            *({"op": op, "path": "segment-", "delay": 0.8} for op in ("create", "fallocate")),
+            {"op": "create", "path": "segment-", "hang": True},
         )
         async with running_loop():
             for start in range(100, 100 + 4 * SLOTS, 4):
                 await caller.put(range(start, start + 4))
                 await asyncio.sleep(0.05)
+            await until_async(lambda: caller.asked().slow)
         assert caller.disk.evicted == 0
         assert caller.disk.segments < caller.disk.max_segments
         assert caller.disk.refused > 0

@@ -9,6 +9,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from kvstore.connector.contract import ReqContext
 from kvstore.connector.manager import KVStoreManager
 from kvstore.connector.mediums import HostLoadStoreSpec
@@ -45,13 +47,16 @@ def store(manager: KVStoreManager, numbers: range) -> None:
 
 
 async def test_copies_to_a_disk_that_hangs_do_not_keep_a_server_from_its_rest(
-    faulty: FaultyDisk,
+    faulty: FaultyDisk, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     numbers = range(HOST // 2)
     with managing(faulty.path / "cache") as manager:
         with faulty.hanging("write", path="segment"):
-            store(manager, numbers)
-            assert manager.has_pending_work()
+            with monkeypatch.context() as patched:
+                # However long the machine takes for these calls.
+                patched.setattr("kvstore.connector.manager.PENDING_SECONDS", PATIENCE)
+                store(manager, numbers)
+                assert manager.has_pending_work()
             await until_async(lambda: not manager.has_pending_work())
             assert manager.stepper.core.unsaved == len(numbers)
         # No step is taken any more.

@@ -344,14 +344,14 @@ class DiskTier(Tier):
     # -- the rest ----------------------------------------------------------------------
 
     async def grow(self) -> tuple[int | None, str | None]:
-        told = "the capacity is used up"
+        told: str | None = None
         fewest_first = sorted(enumerate(self.volumes), key=lambda each: len(each[1].segments))
         for index, volume in fewest_first:
             # Stores may wait for nothing but this.
             outcome = await volume.threads.run(volume.grow, ahead=True)
-            if not isinstance(outcome, str):
+            if isinstance(outcome, int):
                 return self._segment(index, outcome), None
-            told = outcome
+            told = outcome or told
         return None, told
 
     async def note_uses(self, keys: Sequence[bytes], slots: Sequence[int]) -> str | None:

@@ -384,13 +384,16 @@ class Volume:
         self.capacity_bytes = capacity_bytes
         self._resized = True
 
-    def grow(self) -> int | str:
-        """Make one more segment: its number, or why that cannot be now. May block."""
+    def grow(self) -> int | str | None:
+        """Make one more segment: its number, or why that cannot be now. May block.
+
+        None if the capacity is used up.
+        """
         if len(self.segments) < self.max_segments and not self._make_room(len(self.segments) + 1):
             return "segments of unowned lanes, which cannot be removed, take the room"
         with self._growth:
             if len(self.segments) >= self.max_segments:
-                return "the capacity is used up"
+                return None
             try:
                 if self._resized:
                     self._allow_growth()

@@ -375,7 +375,10 @@ class Slots:
             self.cannot_grow = True
 
     def growth_ended(self, segments: Sequence[int], now: float) -> None:
-        """Add segments that are ready, with all slots free; there are none if growth failed."""
+        """Add segments that are ready, with all slots free.
+
+        There are none if growth failed, or if the tier may not grow any more since it began.
+        """
         self.growing = self.growing_slowly = self._wanted = False
         # One that is in use is no growth: its slots hold chunks.
         segments = [segment for segment in segments if segment not in self._segments]
@@ -384,7 +387,7 @@ class Slots:
             self._segments.add(segment)
             self._give_segment(segment)
         self._segments_changed()
-        if not segments:
+        if not segments and self.segments < self.max_segments:
             self.cannot_grow = True
             self.upkeep.trip(now)
 
