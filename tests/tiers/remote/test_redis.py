@@ -22,7 +22,13 @@ from kvstore.tiers.remote.record import RECORD_BYTES
 from kvstore.tiers.remote.sweeper import PARTS
 from kvstore.types import TierPlace
 from tests.patience import PATIENCE
-from tests.tiers.remote.servers import RedisServer, ServerContract, redis_server, valkey_server
+from tests.tiers.remote.servers import (
+    RedisServer,
+    ServerContract,
+    all_arrive_over_a_slow_link,
+    redis_server,
+    valkey_server,
+)
 
 redis = pytest.importorskip("redis")
 
@@ -245,6 +251,14 @@ async def test_a_value_that_is_stored_while_it_is_asked_for_is_good(
         monkeypatch.undo()
         assert (await bench.tier.holds(keys)).ok == [True] * 2
         await bench.close()
+
+
+async def test_all_chunks_arrive_however_many_moves_share_a_slow_link(tmp_path: Path) -> None:
+    def tier(place: TierPlace, port: int, seconds: float) -> RedisTier:
+        return RedisTier(place, url=f"redis://127.0.0.1:{port}/0", timeout_s=seconds)
+
+    with redis_server() as server:
+        await all_arrive_over_a_slow_link(tier, server.port, tmp_path)
 
 
 @pytest.mark.parametrize("refused", ["getrange", "exists"])
