@@ -35,7 +35,6 @@ from kvstore.tiers.disk.format import (
     segment_seed,
 )
 from kvstore.types import MAX_KEY_BYTES
-from tests.patience import PATIENCE
 from tests.tiers.fuzzing import Bed, Worker, fuzz
 from tests.tiers.support import (
     CHUNK,
@@ -427,29 +426,22 @@ def test_anything_in_place_of_a_lane(bed: Bed, name: str, kind: Callable[..., An
     bed.try_with(change)
 
 
-def put_in_place_of(bed: Bed, name: str, kind: Callable[[Path], None], patience: float) -> None:
+FILES = ["namespace.json", "lane-0/lock", "lane-0/segment-0.safetensors"]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("name", FILES)
+def test_something_else_in_place_of_each_file(
+    bed: Bed, name: str, kind: Callable[[Path], None]
+) -> None:
+    """A pipe holds nobody up."""
+
     def change(path: Path) -> None:
         place = lane_of(path).parent / name
         place.unlink()
         kind(place)
 
-    bed.try_with(change, patience)
-
-
-FILES = ["namespace.json", "lane-0/lock", "lane-0/segment-0.safetensors"]
-
-
-@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind is not make_pipe])
-@pytest.mark.parametrize("name", FILES)
-def test_something_else_in_place_of_each_file(
-    bed: Bed, name: str, kind: Callable[[Path], None]
-) -> None:
-    put_in_place_of(bed, name, kind, PATIENCE)
-
-
-@pytest.mark.parametrize("name", FILES)
-def test_a_pipe_in_place_of_a_file_holds_nobody_up(bed: Bed, name: str) -> None:
-    put_in_place_of(bed, name, make_pipe, PATIENCE)
+    bed.try_with(change)
 
 
 @pytest.mark.parametrize("sequence", [2**64 - 20, 2**64 - 2, 2**64 - 1])
