@@ -19,7 +19,6 @@ from kvstore.testing.bench import TierBench, key_of
 from kvstore.tiers.base import Tier
 from kvstore.tiers.remote.client import ListingClient, StoreError
 from kvstore.tiers.remote.record import RECORD_BYTES
-from kvstore.tiers.remote.sweeper import PARTS
 from kvstore.types import TierPlace
 from tests.patience import PATIENCE
 from tests.tiers.remote.servers import (
@@ -29,6 +28,7 @@ from tests.tiers.remote.servers import (
     redis_server,
     valkey_server,
 )
+from tests.tiers.remote.test_sweeper import LEFT, ROOM, keys_of
 
 redis = pytest.importorskip("redis")
 
@@ -360,10 +360,6 @@ async def test_a_server_whose_certificate_is_for_another_name_is_not_used(
 
 # -- a server of which chunks may have a part ----------------------------------------------------
 
-ROOM = 64
-LEFT = ROOM - ROOM // PARTS
-"""Chunks that a sweep leaves."""
-
 
 class Limited:
     """A store of room for `ROOM` chunks, on a server that begins empty."""
@@ -412,10 +408,6 @@ async def limited(server: RedisServer) -> AsyncIterator[Callable[..., Limited]]:
         await one.bench.close()
         one.client.config_set("maxmemory-policy", "noeviction")
         one.client.close()
-
-
-def keys_of(numbers: range) -> list[bytes]:
-    return [key_of(number) for number in numbers]
 
 
 @pytest.mark.parametrize("namespace", ["place", "a*[b]?c"])
