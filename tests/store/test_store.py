@@ -376,33 +376,6 @@ async def test_a_call_that_is_cancelled_while_it_waits_leaves_no_pin(
         assert not store._core._requests
 
 
-# -- faults ----------------------------------------------------------------------------------
-
-
-async def test_a_disk_that_cannot_be_read_is_a_miss(
-    open_store: Open, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    keys = keys_of("a", 4)
-    async with open_store(disk=32) as store:
-        await store.put(keys, payloads(keys))
-    async with open_store(disk=32) as store:
-        monkeypatch.setattr(DiskTier, "read", answer(Transfer([False] * 4, "broken")))
-        assert await contents(store, keys) == []
-        assert store.stats().tiers[0].failed_reads == 4
-
-
-async def test_a_disk_that_cannot_be_written_leaves_what_is_in_host_memory(
-    open_store: Open, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(DiskTier, "write", answer(Transfer([False] * 4, "full")))
-    async with open_store(disk=32) as store:
-        keys = keys_of("a", 4)
-        assert await store.put(keys, payloads(keys)) == 4
-        assert await store.flush(timeout=PATIENCE)
-        assert await contents(store, keys) == payloads(keys)
-        assert store.stats().tiers[0].chunks == 0
-
-
 # -- the ends --------------------------------------------------------------------------------
 
 

@@ -178,9 +178,8 @@ def public_folder() -> Iterator[Path]:
     shutil.rmtree(folder)
 
 
+@pytest.mark.usefixtures("as_root")
 def test_a_folder_of_another_user_is_refused(public_folder: Path, child: StartChild) -> None:
-    if os.geteuid() != 0:
-        pytest.skip("becoming another user needs root")
     code = """
     os.setgroups([])
     os.setgid(65534)

@@ -557,11 +557,10 @@ async def test_a_lower_capacity_removes_the_coldest_segments(
     assert lane_bytes(stored) <= SEGMENT
 
 
+@pytest.mark.usefixtures("as_root")
 async def test_a_surplus_segment_that_cannot_be_removed_is_refused_by_name(
     stored: Path, open_bench: OpenBench
 ) -> None:
-    if os.geteuid() != 0:
-        pytest.skip("making a file that cannot be removed needs root")
     file = segment_of(stored)
     done = subprocess.run(["mount", "--bind", file, file], capture_output=True, text=True)
     if done.returncode:

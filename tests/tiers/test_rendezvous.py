@@ -413,9 +413,8 @@ def test_a_system_without_abstract_sockets_is_told(
 # -- other users, and processes that hide ---------------------------------------------------
 
 
+@pytest.mark.usefixtures("as_root")
 def test_a_name_that_another_user_holds_is_refused(name: str, child: StartChild) -> None:
-    if os.geteuid() != 0:
-        pytest.skip("becoming another user needs root")
     code = """
     import socket
     os.setuid(65534)
@@ -431,9 +430,8 @@ def test_a_name_that_another_user_holds_is_refused(name: str, child: StartChild)
         PinnedRegion.shared(name, ROWS, ROW, mappers=2)
 
 
+@pytest.mark.usefixtures("as_root")
 def test_memory_that_another_user_planted_is_not_taken_up(name: str, child: StartChild) -> None:
-    if os.geteuid() != 0:
-        pytest.skip("becoming another user needs root")
     code = """
     os.setuid(65534)
     memory = os.memfd_create(sys.argv[1], os.MFD_ALLOW_SEALING)
@@ -469,38 +467,31 @@ except KVStoreError as error:
 """
 
 
-@pytest.fixture
-def name_of_nobody(name: str) -> str:
-    """A name under which processes of an unprivileged user meet."""
-    if os.geteuid() != 0:
-        pytest.skip("becoming another user needs root")
-    return name
+@pytest.mark.usefixtures("as_root")
+def test_two_processes_of_an_unprivileged_user_meet(name: str, child: StartChild) -> None:
+    assert child(NOBODY, name).line() == f"mapped {bytes(5)!r}"
+    assert child(NOBODY, name).line() == f"mapped {b'bytes'!r}"
 
 
-def test_two_processes_of_an_unprivileged_user_meet(name_of_nobody: str, child: StartChild) -> None:
-    assert child(NOBODY, name_of_nobody).line() == f"mapped {bytes(5)!r}"
-    assert child(NOBODY, name_of_nobody).line() == f"mapped {b'bytes'!r}"
-
-
-def test_a_creator_that_is_dead_but_not_reaped_is_replaced(
-    name_of_nobody: str, child: StartChild
-) -> None:
-    creator = child(NOBODY, name_of_nobody)
+@pytest.mark.usefixtures("as_root")
+def test_a_creator_that_is_dead_but_not_reaped_is_replaced(name: str, child: StartChild) -> None:
+    creator = child(NOBODY, name)
     assert creator.line().startswith("mapped")
     os.kill(creator.pid, signal.SIGKILL)
     # Its output ends with it, while its process waits for this one to ask.
     assert creator.line() == ""
-    assert child(NOBODY, name_of_nobody).line() == f"mapped {bytes(5)!r}"
+    assert child(NOBODY, name).line() == f"mapped {bytes(5)!r}"
 
 
+@pytest.mark.usefixtures("as_root")
 def test_a_creator_that_may_not_be_looked_at_is_an_error_and_not_another_region(
-    name_of_nobody: str, child: StartChild
+    name: str, child: StartChild
 ) -> None:
-    creator = child(NOBODY, name_of_nobody)
+    creator = child(NOBODY, name)
     assert creator.line().startswith("mapped")
     creator.answer()
     assert creator.line() == "hidden"
-    message = child(NOBODY, name_of_nobody).line()
+    message = child(NOBODY, name).line()
     assert message.startswith("PathUnusableError")
     assert f"process {creator.pid}" in message
 

@@ -29,12 +29,6 @@ StartChild = Callable[..., Child]
 
 
 @pytest.fixture
-def as_root() -> None:
-    if os.geteuid() != 0:
-        pytest.skip("giving files to another user needs root")
-
-
-@pytest.fixture
 def public() -> Iterator[Path]:
     """A folder like /tmp: everybody may make files there."""
     folder = Path(tempfile.mkdtemp(prefix="kvstore-test-"))
