@@ -186,24 +186,31 @@ def test_whatever_is_no_header_is_a_foreign_file_and_nothing_worse(page: bytes) 
         parse_header(page, "segment-0")
 
 
+@pytest.mark.parametrize("text", ["[" * 4088, '{"a":' * 800])
+def test_a_header_that_goes_too_deep_is_a_foreign_file(text: str) -> None:
+    """Hypothesis lets programs go deeper than they may elsewhere."""
+    with pytest.raises(ForeignFileError):
+        parse_header(page_of(text), "segment-0")
+
+
 @settings(max_examples=300)
 @given(st.data())
 def test_a_header_with_any_other_value_is_a_foreign_file_and_nothing_worse(
     data: st.DataObject,
 ) -> None:
     told = json.loads(encode_header(Header("ab" * 32, SEGMENT_ID, Geometry(8, SLOT, CHUNK)))[8:])
-    metadata = told["__metadata__"]
-    name = data.draw(st.sampled_from(sorted(metadata)))
-    old = metadata[name]
-    metadata[name] = data.draw(
+    its = told[data.draw(st.sampled_from(sorted(told)))]
+    name = data.draw(st.sampled_from([*sorted(its), "new"]))
+    old = its.get(name)
+    its[name] = data.draw(
         json_values
         | st.integers().map(str)
-        | st.sampled_from(
-            ["\u00e9" * 700, "9" * 900, "1" + "0" * 400, 1e308 * 10, "-1", "8 ", "08"]
-        )
+        | st.sampled_from(["\u00e9" * 700, "9" * 900, "1" + "0" * 400, 1e308 * 10])
+        | st.sampled_from([" 8", "8 ", "08", "+8", "0x8", "8_0"])
+        | st.sampled_from(["-1", "\u0668", "NaN", "", 2**64, -(2**63)])
     )
     page = page_of(json.dumps(told, ensure_ascii=False).encode("utf-8", "surrogatepass"))
-    if metadata[name] == old:
+    if its[name] == old:
         return
     with pytest.raises(ForeignFileError):
         parse_header(page, "segment-0")
