@@ -139,7 +139,17 @@ class StoreContract(Benches, ABC):
         assert (await other.tier.holds(keys)).ok == [True] * 4
         assert await _fetch(other, keys) == [True] * 4
 
-    async def test_it_says_of_each_key_whether_it_has_it(
+    async def test_keys_of_any_allowed_length_work_and_are_told_apart(
+        self, place: TierPlace, benches: list[TierBench]
+    ) -> None:
+        bench = self.open(place, benches)
+        keys = [b"k", b"\0", b"k" * MAX_KEY_BYTES, b"\0" * MAX_KEY_BYTES, b"ends in zeros\0\0\0\0"]
+        await _store(bench, keys)
+        others = [b"k\0", b"\0\0", b"x", keys[2][1:], keys[3][1:], keys[4][:-1]]
+        assert (await bench.tier.holds([*keys, *others])).ok == [True] * 5 + [False] * 6
+        assert await _fetch(bench, keys) == [True] * 5
+
+    async def test_a_chunk_that_it_does_not_have_is_a_miss_of_that_chunk_alone(
         self, place: TierPlace, benches: list[TierBench]
     ) -> None:
         bench = self.open(place, benches)
@@ -148,31 +158,8 @@ class StoreContract(Benches, ABC):
         expected = [True, True, False, False, True, False]
         assert (await bench.tier.holds(keys)).ok == expected
         assert (await bench.tier.holds(keys[::-1])).ok == expected[::-1]
-
-    @pytest.mark.parametrize(
-        "key",
-        [b"k", b"\0", b"k" * MAX_KEY_BYTES, b"\0" * MAX_KEY_BYTES, b"ends in zeros\0\0\0\0"],
-        ids=["shortest", "one-nul", "longest", "all-nul", "nul-at-end"],
-    )
-    async def test_any_key_of_allowed_length_works(
-        self, place: TierPlace, benches: list[TierBench], key: bytes
-    ) -> None:
-        bench = self.open(place, benches)
-        await _store(bench, [key])
-        assert (await bench.tier.holds([key, key + b"\0" if len(key) < 9 else b"x"])).ok == [
-            True,
-            False,
-        ]
-        assert await _fetch(bench, [key]) == [True]
-
-    async def test_a_chunk_that_it_does_not_have_is_a_miss_of_that_chunk_alone(
-        self, place: TierPlace, benches: list[TierBench]
-    ) -> None:
-        bench = self.open(place, benches)
-        keys = [key_of(n) for n in range(3)]
-        await _store(bench, [keys[0], keys[2]])
-        assert await _fetch(bench, keys) == [True, False, True]
-        done = await bench.tier.read([keys[1]], [0], [0])
+        assert await _fetch(bench, keys) == expected
+        done = await bench.tier.read([keys[2]], [0], [0])
         assert done.error
         assert list(done.unread) == [], "it is lost, not unreadable"
 
@@ -222,40 +209,34 @@ class StoreContract(Benches, ABC):
 
     # -- what others have made of it ---------------------------------------------------------
 
-    @pytest.mark.parametrize("damage", sorted(DAMAGES))
-    async def test_a_value_that_is_not_what_was_stored_is_a_miss_of_that_chunk_alone(
-        self, place: TierPlace, benches: list[TierBench], damage: str
+    async def test_a_value_that_was_found_bad_is_a_miss_of_that_chunk_alone_until_the_next_write(
+        self, place: TierPlace, benches: list[TierBench]
     ) -> None:
         bench = self.open(place, benches)
-        keys = [key_of(n) for n in range(3)]
+        keys = [key_of(n) for n in range(2 * len(DAMAGES) + 1)]
+        rows, whole = list(range(len(keys))), [True] * len(keys)
         await _store(bench, keys)
-        name = self.named(keys[1])
-        self.put(name, DAMAGES[damage](self.values()[name]))
-        done = await bench.tier.read(keys, [0] * 3, [0, 1, 2])
-        assert done.ok == [True, False, True]
+        # A damaged value between two that are whole.
+        good = [number % 2 == 0 for number in rows]
+        values = self.values()
+        damages = dict(zip((key.hex() for key in keys[1::2]), DAMAGES.values(), strict=True))
+        damaged = {name for name in values if name.rpartition("/")[2] in damages}
+        for name in damaged:
+            self.put(name, damages[name.rpartition("/")[2]](values[name]))
+        bench.smear(rows)
+        done = await bench.tier.read(keys, [0] * len(keys), rows)
+        assert done.ok == good
         assert list(done.unread) == []
         assert done.error
-        assert bench.holds(0, keys[0])
-        assert bench.holds(2, keys[2])
-
-    @pytest.mark.parametrize("damage", sorted(DAMAGES))
-    async def test_a_value_that_was_found_bad_is_replaced_by_the_next_write(
-        self, place: TierPlace, benches: list[TierBench], damage: str
-    ) -> None:
-        bench = self.open(place, benches)
-        keys = [key_of(n) for n in range(3)]
-        await _store(bench, keys)
-        name = self.named(keys[1])
-        value = self.values()[name]
-        self.put(name, DAMAGES[damage](value))
-        assert await _fetch(bench, keys) == [True, False, True]
-        assert (await bench.tier.holds(keys)).ok == [True, False, True], "it is good for nothing"
-        assert (await _store(bench, keys)).ok == [True] * 3
+        assert all(bench.holds(row, keys[row]) for row in rows[::2])
+        assert (await bench.tier.holds(keys)).ok == good, "a bad one is good for nothing"
+        assert (await _store(bench, keys)).ok == whole
+        after = self.values()
         # What is encrypted is never the same twice.
-        assert self.values()[name] == value or place.keys is not None
-        assert (await bench.tier.holds(keys)).ok == [True] * 3
+        assert place.keys is not None or all(after[name] == values[name] for name in damaged)
+        assert (await bench.tier.holds(keys)).ok == whole
         for reader in (bench, self.open(place, benches)):
-            assert await _fetch(reader, keys) == [True] * 3
+            assert await _fetch(reader, keys) == whole
 
     async def test_the_value_of_another_chunk_is_a_miss(
         self, place: TierPlace, benches: list[TierBench]

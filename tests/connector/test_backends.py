@@ -92,14 +92,19 @@ def test_a_path_that_cannot_be_used_is_refused_by_name_and_left_alone(
         path = tmp_path / "none" / "blocks"
     with pytest.raises(PathUnusableError, match=str(path)):
         MappedFileBackend(16, 4, 4096, path)
+    with pytest.raises(PathUnusableError, match="null (byte|character)"):
+        MappedFileBackend(16, 4, 4096, f"{path}\0")
     if there == "file":
         assert path.read_text() == "somebody's"
     assert not (tmp_path / "elsewhere").exists()
 
 
-def test_a_file_larger_than_the_disk_is_refused_and_nothing_is_left(tmp_path: Path) -> None:
-    room = os.statvfs(tmp_path)
-    blocks = room.f_blocks * room.f_frsize // 4096 + 1000
+@pytest.mark.parametrize("room", [None, 2**72])
+def test_a_file_larger_than_the_disk_is_refused_and_nothing_is_left(
+    tmp_path: Path, room: int | None
+) -> None:
+    disk = os.statvfs(tmp_path)
+    blocks = (room or disk.f_blocks * disk.f_frsize) // 4096 + 1000
     with pytest.raises(PathUnusableError, match="blocks"):
         MappedFileBackend(16, blocks, 4096, tmp_path / "blocks")
     assert list(tmp_path.iterdir()) == []
@@ -131,17 +136,6 @@ def test_groups_that_do_not_add_up_are_refused() -> None:
         DeviceLoadStoreSpec([1, 2, 3], [1, 1])
     with pytest.raises(ValueError, match="one block for each of the 2 groups"):
         DeviceLoadStoreSpec([1, 2, 3], [1, 2], [0])
-
-
-def test_sizes_and_paths_that_nobody_can_have_are_refused_and_nothing_is_left(
-    tmp_path: Path,
-) -> None:
-    path = tmp_path / "blocks"
-    with pytest.raises(PathUnusableError, match="blocks"):
-        MappedFileBackend(1, 2**52, 2**20, path)
-    assert not path.exists()
-    with pytest.raises(PathUnusableError, match="null (byte|character)"):
-        MappedFileBackend(1, 4, 4096, f"{path}\0")
 
 
 def test_a_copy_that_finds_no_memory_is_reported_as_failed(

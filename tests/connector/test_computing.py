@@ -79,6 +79,10 @@ def test_prompts_that_were_not_missed_and_single_chunks_say_nothing() -> None:
     told.computing.missed("gone", keys[0])
     told.computing.finished("gone")
     told.step(("gone", keys), at=7.0)
+    # Nor does a chunk of each group.
+    told.computing.opened("r", place)
+    told.computing.decided("r", 0)
+    told.step(("r", [ATTENTION[0], STATES[0]]), at=9.0)
     assert told.samples == []
 
 
@@ -149,14 +153,6 @@ def test_requests_whose_end_is_not_reported_are_forgotten() -> None:
     for number in range(MOST_REQUESTS + 10):
         told.computing.opened(str(number), place)
     assert len(told.computing._prompts) == MOST_REQUESTS
-
-
-def test_a_chunk_of_each_group_is_no_prompt_either() -> None:
-    told = Told()
-    told.computing.opened("r", place)
-    told.computing.decided("r", 0)
-    told.step(("r", [ATTENTION[0], STATES[0]]), at=1.0)
-    assert told.samples == []
 
 
 def test_a_server_that_reports_no_steps_says_nothing_and_costs_no_memory() -> None:

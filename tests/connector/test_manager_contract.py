@@ -15,24 +15,10 @@ from kvstore.testing.manager import ManagerBench, ManagerContract, Places, keys_
 from tests.store.support import small
 
 
-class PolicyManagerContract(ManagerContract):
-    policy = "lru"
-
+class TestPinned(ManagerContract):
     def new_manager(self, folder: Path) -> tuple[OffloadingManager, Places]:
         backend = PinnedBackend(16, self.blocks, self.block_bytes)
-        return PolicyManager(backend, self.policy, enable_events=True), backend.array
-
-
-class TestLRU(PolicyManagerContract):
-    pass
-
-
-class TestARC(PolicyManagerContract):
-    policy = "arc"
-
-
-class TestHitDensity(PolicyManagerContract):
-    policy = "hit-density"
+        return PolicyManager(backend, enable_events=True), backend.array
 
 
 class TestMappedFile(ManagerContract):

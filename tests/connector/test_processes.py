@@ -71,7 +71,7 @@ def work(pipe: Connection, server: str, rank: int, folder: Path | None) -> None:
 class Workers:
     """The workers' processes."""
 
-    def __init__(self, server: str, folder: Path | None) -> None:
+    def __init__(self, server: str, folder: Path) -> None:
         self._where = server, folder
         self.pipes: list[Connection] = []
         self.processes: list[BaseProcess] = []
@@ -131,9 +131,10 @@ def workers(name: str, tmp_path: Path) -> Iterator[Workers]:
         process.kill()
 
 
-def test_each_worker_gets_its_own_part_of_a_chunk_back(
+def test_each_worker_gets_its_own_part_of_a_chunk_back_and_one_that_starts_again_alone_none(
     workers: Workers, name: str, tmp_path: Path
 ) -> None:
+    """What that one copies is told as failed: its memory is not that of the others."""
     server = Server(ConnectorScheduler(spec_of(name, folder=tmp_path)))
     scheduler = server.scheduler
     first, second = Request("a", PROMPT), Request("b", PROMPT)
@@ -155,6 +156,15 @@ def test_each_worker_gets_its_own_part_of_a_chunk_back(
     while scheduler.has_pending_work():
         scheduler.update_connector_output(workers.do(server.step()))
     assert scheduler.manager.stats().tiers[0].chunks == 3, "it is on disk, all parts together"  # type: ignore[attr-defined]
+    workers.processes[1].kill()
+    workers.processes[1].join(PATIENCE)
+    workers.start(1)
+    assert workers.pipes[1].recv() == "ready"
+    third = Request("c", PROMPT)
+    assert server.find(third) == len(PROMPT)
+    server.load(third, len(PROMPT), range(21, 27))
+    ended = scheduler.update_connector_output(workers.do(server.step()))
+    assert (ended.loaded, ended.failed) == ([], ["c"])
     scheduler.shutdown()
 
 
@@ -187,30 +197,6 @@ def test_a_second_worker_of_one_rank_is_not_taken_for_the_other(name: str) -> No
             other.close()
     finally:
         region.close()
-
-
-def test_what_a_worker_that_was_started_again_alone_copies_is_told_as_failed(name: str) -> None:
-    some = Workers(name, None)
-    scheduler = ConnectorScheduler(spec_of(name))
-    try:
-        server = Server(scheduler)
-        first, second = Request("a", PROMPT), Request("b", PROMPT)
-        for block in range(6):
-            some.fill(1 + block, 10, 20)
-        assert server.find(first) == 0
-        some.do(server.step({first: len(PROMPT)}, new={first: [range(1, 7)]}))
-        scheduler.update_connector_output(some.do(server.step()))
-        some.processes[1].kill()
-        some.processes[1].join(PATIENCE)
-        some.start(1)
-        assert some.pipes[1].recv() == "ready"
-        assert server.find(second) == len(PROMPT)
-        server.load(second, len(PROMPT), range(11, 17))
-        ended = scheduler.update_connector_output(some.do(server.step()))
-        assert (ended.loaded, ended.failed) == ([], ["b"])
-    finally:
-        some.end()
-        scheduler.shutdown()
 
 
 def test_workers_of_other_sizes_are_refused_though_their_rows_are_as_large(name: str) -> None:

@@ -171,16 +171,15 @@ def test_after_a_reset_counting_begins_anew() -> None:
     assert stored(manager, [A]) == []
 
 
-@pytest.mark.parametrize("threshold", [1, 0, -3])
-def test_a_threshold_below_two_is_refused(threshold: int) -> None:
-    with pytest.raises(ValueError, match=f"store_threshold = {threshold}: must be at least 2"):
-        FilterReusedOffloadingManager(Lists(), store_threshold=threshold)
-
-
-@pytest.mark.parametrize("size", [0, -1])
-def test_a_tracker_without_room_is_refused(size: int) -> None:
-    with pytest.raises(ValueError, match=f"max_tracker_size = {size}: must be at least 1"):
-        FilterReusedOffloadingManager(Lists(), max_tracker_size=size)
+@pytest.mark.parametrize(
+    ("wrong", "least"),
+    [({"store_threshold": number}, 2) for number in (1, 0, -3)]
+    + [({"max_tracker_size": number}, 1) for number in (0, -1)],
+)
+def test_what_counts_nothing_is_refused(wrong: dict[str, int], least: int) -> None:
+    ((name, number),) = wrong.items()
+    with pytest.raises(ValueError, match=f"{name} = {number}: must be at least {least}"):
+        FilterReusedOffloadingManager(Lists(), **wrong)
 
 
 def test_a_request_counts_once_although_a_part_of_its_prefix_is_fetched_first() -> None:

@@ -159,13 +159,20 @@ def test_what_was_found_stays_while_other_prompts_are_looked_up(
     manager.shutdown()
 
 
-def test_what_was_found_and_never_loaded_is_in_the_way_for_a_moment_only() -> None:
-    manager = open_manager(rows=16)
+@pytest.mark.parametrize("disk", [False, True])
+def test_what_was_found_and_never_loaded_is_in_the_way_for_a_moment_only(
+    tmp_path: Path, disk: bool
+) -> None:
     keys, new = keys_from(0, 16), keys_from(100, 16)
-    store(manager, keys)
-    assert manager.lookup(keys) == 16
-    assert room_for(manager, new) == new
-    manager.complete_store(new)
+    if disk:
+        leave_on_disk(tmp_path, keys)
+    manager = open_manager(tmp_path if disk else None, rows=16)
+    if not disk:
+        store(manager, keys)
+    assert answered(lambda: manager.lookup(keys)) == 16
+    granted = room_for(manager, new)
+    assert granted == new or disk
+    manager.complete_store(granted)
     manager.shutdown()
 
 
@@ -192,15 +199,6 @@ def test_two_servers_worth_of_requests_with_one_prompt_are_told_apart_by_name(
     manager.shutdown()
 
 
-def test_a_lookup_that_was_abandoned_does_not_hold_up_a_store(tmp_path: Path) -> None:
-    forgotten, new = keys_from(0, 16), keys_from(100, 10)
-    leave_on_disk(tmp_path, forgotten)
-    manager = open_manager(tmp_path)
-    answered(lambda: manager.lookup(forgotten))
-    manager.complete_store(room_for(manager, new))
-    manager.shutdown()
-
-
 def test_a_second_request_with_a_prompt_that_is_fetched_takes_nothing_from_others(
     tmp_path: Path,
 ) -> None:
@@ -219,8 +217,8 @@ def test_a_second_request_with_a_prompt_that_is_fetched_takes_nothing_from_other
     manager.shutdown()
 
 
-def test_completions_after_the_end_are_ignored() -> None:
-    manager, who = open_manager(), ReqContext("r")
+def test_completions_after_the_end_are_ignored_and_it_ends_once(tmp_path: Path) -> None:
+    manager, who = open_manager(tmp_path), ReqContext("r")
     manager.on_new_request(who)
     assert manager.prepare_store(keys_from(0, 2)) is not None
     assert manager.prepare_store(keys_from(10, 2), who) is not None
@@ -228,6 +226,8 @@ def test_completions_after_the_end_are_ignored() -> None:
     manager.complete_store(keys_from(0, 2))
     manager.complete_store(keys_from(10, 2), who)
     manager.complete_load(keys_from(0, 2))
+    manager.shutdown()
+    open_manager(tmp_path).shutdown()
 
 
 def test_success_may_be_any_truth() -> None:
@@ -255,14 +255,6 @@ def test_what_is_no_key_is_refused_by_name() -> None:
 def test_a_configuration_without_a_chunk_size_is_refused() -> None:
     with pytest.raises(ConfigError, match="missing key chunk_bytes"):
         KVStoreManager({"cpu_bytes_to_use": "1MiB"})
-
-
-def test_a_manager_that_ended_stays_ended(tmp_path: Path) -> None:
-    manager = open_manager(tmp_path)
-    manager.shutdown()
-    manager.shutdown()
-    again = open_manager(tmp_path)
-    again.shutdown()
 
 
 def test_transfers_that_are_abandoned_keep_their_rows_until_all_have_ended_and_the_rest_stays(

@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 
-import kvstore
 from kvstore.api import put
 from kvstore.api import store as api_store
 from kvstore.api.store import Store
@@ -359,12 +358,6 @@ async def test_calls_that_go_on_while_a_store_is_closed_leave_no_task(
     await polling
     assert store._upkeep is None
     assert asyncio.all_tasks() == before
-
-
-async def test_a_description_is_kept_after_the_end(open_store: Open) -> None:
-    async with kvstore.open({"cpu_bytes_to_use": "1MiB", "chunk_bytes": CHUNK}) as store:
-        pass
-    assert "host" in store.description
 
 
 async def test_the_order_of_what_is_on_disk_is_not_put_together_on_the_callers_loop(

@@ -53,16 +53,16 @@ async def test_what_there_is_is_copied_and_the_rest_left_alone(open_store: Open,
         assert store.stats().outlived == 0
 
 
-@pytest.mark.parametrize("count", [0, 1, 5, 8, 40])
-async def test_a_prefix_may_be_larger_than_host_memory(open_store: Open, count: int) -> None:
+async def test_a_prefix_may_be_larger_than_host_memory(open_store: Open) -> None:
     keys = keys_of("long", 40)
     async with open_store(rows=8, disk=64) as store:
         assert await store.put(keys, payloads(keys), durable=True) == 40
     async with open_store(rows=8, disk=64) as store:
-        targets = TARGETS["bytearrays"](count)
-        assert await store.get_into(keys[:count], targets, timeout=PATIENCE) == count
-        assert [bytes(one) for one in targets] == payloads(keys[:count])
-        assert busy(store) == 0
+        for count in (0, 1, 5, 8, 40):
+            targets = TARGETS["bytearrays"](count)
+            assert await store.get_into(keys[:count], targets, timeout=PATIENCE) == count
+            assert [bytes(one) for one in targets] == payloads(keys[:count])
+            assert busy(store) == 0
 
 
 def test_without_asyncio_it_does_the_same(tmp_path: Path) -> None:

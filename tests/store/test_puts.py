@@ -37,33 +37,9 @@ from tests.store.support import (
 # -- buffers ---------------------------------------------------------------------------------
 
 
-async def test_a_generator_that_fills_one_buffer_again_and_again_is_refused(
+async def test_an_iterable_that_fills_one_buffer_again_and_again_is_refused(
     open_store: Open,
 ) -> None:
-    keys, stage = keys_of("a", 3), bytearray(CHUNK)
-
-    def stages() -> Iterator[bytearray]:
-        for data in payloads(keys):
-            stage[:] = data
-            yield stage
-
-    async with open_store(rows=16) as store:
-        with pytest.raises(KVStoreError, match="the same memory"):
-            await store.put(keys, stages())
-        assert store.contains_prefix(keys) == 0
-        assert await store.put(keys, (bytearray(data) for data in payloads(keys))) == 3
-        ring = bytearray(CHUNK + 8)
-        with pytest.raises(KVStoreError, match="the same memory"):
-            await store.put(keys[:2], (memoryview(ring)[at : at + CHUNK] for at in (0, 8)))
-        zeros = keys_of("fixed", 3)
-        for fixed in (bytes(CHUNK), memoryview(bytes(CHUNK)), np.frombuffer(bytes(CHUNK), "u1")):
-            assert await store.put(zeros, (fixed for _ in zeros)) == 3
-        assert await store.put(zeros, dict.fromkeys(zeros, bytearray(CHUNK)).values()) == 3
-        assert await store.put(keys_of("zeros", 3), [bytes(CHUNK)] * 3) == 3
-        assert await contents(store, keys) == payloads(keys)
-
-
-async def test_nor_may_another_iterable_do_so(open_store: Open) -> None:
     keys, stage = keys_of("a", 3), bytearray(CHUNK)
 
     class Reader:
@@ -75,12 +51,24 @@ async def test_nor_may_another_iterable_do_so(open_store: Open) -> None:
                 stage[:] = data
                 yield self.view()
 
-    async with open_store(rows=8) as store:
-        for view in (lambda: stage, lambda: memoryview(stage).toreadonly()):
+    readers = Reader(lambda: stage), Reader(lambda: memoryview(stage).toreadonly())
+    async with open_store(rows=16) as store:
+        for stages in (iter(readers[0]), *readers):
             with pytest.raises(KVStoreError, match="the same memory"):
-                await store.put(keys, Reader(view))
+                await store.put(keys, stages)
+            assert store.contains_prefix(keys) == 0
+        assert await store.put(keys, (bytearray(data) for data in payloads(keys))) == 3
+        ring = bytearray(CHUNK + 8)
+        with pytest.raises(KVStoreError, match="the same memory"):
+            await store.put(keys[:2], (memoryview(ring)[at : at + CHUNK] for at in (0, 8)))
         for same in (itertools.repeat(stage, 3), (bytes(CHUNK) for _ in keys), [stage] * 3):
             assert await store.put(keys, same) == 3
+        zeros = keys_of("fixed", 3)
+        for fixed in (bytes(CHUNK), memoryview(bytes(CHUNK)), np.frombuffer(bytes(CHUNK), "u1")):
+            assert await store.put(zeros, (fixed for _ in zeros)) == 3
+        assert await store.put(zeros, dict.fromkeys(zeros, bytearray(CHUNK)).values()) == 3
+        assert await store.put(keys_of("zeros", 3), [bytes(CHUNK)] * 3) == 3
+        assert await contents(store, keys) == payloads(keys)
 
 
 async def test_no_more_buffers_are_taken_than_there_are_keys(open_store: Open) -> None:

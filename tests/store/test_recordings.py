@@ -198,8 +198,11 @@ async def test_it_does_so_without_a_disk(tmp_path: Path, named: bool) -> None:
     assert abs(outcome.hit_ratio - served.ratio) < 0.01
 
 
-@pytest.mark.parametrize("named", [True, False], ids=["named", "unnamed"])
-@pytest.mark.parametrize("server", ["get_and_put", "resolve_get_and_put"])
+@pytest.mark.parametrize(
+    ("server", "named"),
+    [("get_and_put", False), ("resolve_get_and_put", True)],
+    ids=["unnamed", "named"],
+)
 async def test_it_does_so_for_many_requests_at_once(
     tmp_path: Path, server: str, named: bool
 ) -> None:

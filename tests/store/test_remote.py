@@ -49,20 +49,6 @@ async def saved(store: Store) -> None:
         await store.flush()
 
 
-async def test_what_one_host_has_stored_is_a_hit_on_another(
-    tmp_path: Path, server: RedisServer
-) -> None:
-    async with kvstore.open(host(tmp_path / "one", server, disk=32)) as one:
-        assert await one.put(KEYS[:4], payloads(KEYS[:4])) == 4
-        await saved(one)
-        async with kvstore.open(host(tmp_path / "other", server, disk=32)) as other:
-            assert other.lookup_prefix(KEYS) is None, "it has to ask"
-            assert await other.resolve(KEYS) == 4
-            async with other.get(KEYS) as chunks:
-                assert [bytes(chunk) for chunk in chunks] == payloads(KEYS[:4])
-                assert set(chunks.sources) == {"remote"}
-
-
 async def test_a_share_of_a_capacity_keeps_to_each_tenant_what_is_guaranteed(
     tmp_path: Path,
 ) -> None:
@@ -114,6 +100,7 @@ async def test_a_host_that_starts_again_finds_what_it_had_on_its_disk_and_the_re
         await other.put(KEYS, payloads(KEYS))
         await saved(other)
     async with kvstore.open(host(tmp_path / "one", server, disk=32)) as again:
+        assert again.lookup_prefix(KEYS) is None, "it has to ask"
         assert await again.resolve(KEYS) == 6
         async with again.get(KEYS) as chunks:
             assert [bytes(chunk) for chunk in chunks] == payloads(KEYS)
@@ -266,10 +253,7 @@ async def test_what_is_removed_is_gone_for_others_too(
     [
         ("redis", {"eviction_policy": "arc"}, "eviction_policy"),
         ("redis", {"flow": "exclusive"}, "exclusive"),
-        ("redis", {"url": "http://x"}, "redis://"),
         ("redis", {"colour": "red"}, "colour"),
-        ("object", {"url": ""}, "tier 'object': .*url"),
-        ("object", {"url": "ftp://host"}, "tier 'object': .*url"),
         ("object", {"url": "s3://key:secret@bucket"}, "tier 'object': .*url"),
     ],
 )

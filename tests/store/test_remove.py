@@ -161,23 +161,6 @@ async def test_what_is_being_written_is_erased_when_it_has_been_written(
         assert await store.resolve(A[3:]) == 0
 
 
-async def test_a_put_under_way_stores_nothing_of_it(
-    open_store: Open, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    async with open_store(rows=8, disk=64) as store:
-        grant = store._core.prepare_store(A, "r")
-        assert grant is not None
-        removing = asyncio.create_task(store.remove(A[:2]))
-        await asyncio.sleep(0.05)
-        store._core.complete_store(A, "r")
-        store._driver.pump()
-        assert await asyncio.wait_for(removing, PATIENCE) == 0
-        assert store.contains_prefix(A) == 0
-        assert store.contains_prefix(A[2:]) == 4
-        await store.flush(PATIENCE)
-        await sound(store)
-
-
 @pytest.mark.parametrize("disk", [0, 64])
 async def test_a_put_that_waits_for_room_stores_nothing_of_it(open_store: Open, disk: int) -> None:
     """Also where the removal has ended before it is the put's turn."""

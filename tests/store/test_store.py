@@ -26,7 +26,7 @@ from kvstore.policies.table import COMPILED
 from kvstore.tiers import PinnedRegion, Transfer
 from kvstore.tiers.disk import DiskTier
 from kvstore.types import Completion, Move, Op
-from tests.patience import PATIENCE, TOO_LONG, answered_async, until_async
+from tests.patience import PATIENCE, answered_async, until_async
 from tests.store.support import (
     CHUNK,
     Open,
@@ -35,7 +35,6 @@ from tests.store.support import (
     cancel,
     contents,
     hold,
-    hurry,
     keys_of,
     payload,
     payloads,
@@ -326,9 +325,6 @@ async def test_a_reset_that_was_not_waited_for_is_made_before_the_store_is_close
         assert await store.resolve(before) == 0
 
 
-# -- leases --------------------------------------------------------------------------------
-
-
 # -- cancellation ----------------------------------------------------------------------------
 
 
@@ -380,75 +376,7 @@ async def test_a_call_that_is_cancelled_while_it_waits_leaves_no_pin(
         assert not store._core._requests
 
 
-# -- faults ----------------------------------------------------------------------------------
-
-
-async def test_a_disk_that_cannot_be_read_is_a_miss(
-    open_store: Open, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    keys = keys_of("a", 4)
-    async with open_store(disk=32) as store:
-        await store.put(keys, payloads(keys))
-    async with open_store(disk=32) as store:
-        monkeypatch.setattr(DiskTier, "read", answer(Transfer([False] * 4, "broken")))
-        assert await contents(store, keys) == []
-        assert store.stats().tiers[0].failed_reads == 4
-
-
-async def test_a_disk_that_never_answers_is_a_miss_after_the_deadline(
-    open_store: Open, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    keys = keys_of("a", 4)
-    async with open_store(disk=32) as store:
-        await store.put(keys, payloads(keys))
-    async with open_store(disk=32, deadline_s=0.1) as store:
-        gate = hold(monkeypatch, "read")
-        start = time.monotonic()
-        assert await contents(store, keys) == []
-        assert 0.09 < time.monotonic() - start < PATIENCE
-        hurry(store, TOO_LONG)
-        gate.set()
-        await until_async(lambda: store.stats().tiers[0].promoted == 4)
-        assert await contents(store, keys) == payloads(keys)
-
-
-async def test_a_disk_that_cannot_be_written_leaves_what_is_in_host_memory(
-    open_store: Open, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(DiskTier, "write", answer(Transfer([False] * 4, "full")))
-    async with open_store(disk=32) as store:
-        keys = keys_of("a", 4)
-        assert await store.put(keys, payloads(keys)) == 4
-        assert await store.flush(timeout=PATIENCE)
-        assert await contents(store, keys) == payloads(keys)
-        assert store.stats().tiers[0].chunks == 0
-
-
 # -- the ends --------------------------------------------------------------------------------
-
-
-async def test_a_closed_store_says_so(open_store: Open) -> None:
-    async with open_store() as store:
-        keys = keys_of("a", 1)
-        await store.put(keys, payloads(keys))
-    calls: list[Callable[[], object]] = [
-        lambda: store.lookup_prefix(keys),
-        lambda: store.pin(keys, 5.0),
-        lambda: store.unpin(keys),
-        lambda: store.prefetch(keys),
-    ]
-    for call in calls:
-        with pytest.raises(KVStoreError, match="closed"):
-            call()
-    with pytest.raises(KVStoreError, match="closed"):
-        await store.put(keys, payloads(keys))
-    with pytest.raises(KVStoreError, match="closed"):
-        await store.resolve(keys)
-    with pytest.raises(KVStoreError, match="closed"):
-        async with store.get(keys):
-            pass
-    with pytest.raises(KVStoreError, match="closed"):
-        await store.reset()
 
 
 @pytest.mark.parametrize("way", ["get", "resolve", "lookup_prefix"])

@@ -486,24 +486,20 @@ def test_a_buffer_may_be_changed_as_soon_as_its_put_has_returned(open_sync: Open
             buffer += b"more"
 
 
-@pytest.mark.parametrize("call", CALLS)
-def test_a_call_on_the_stores_own_thread_is_refused_and_not_waited_for(
-    open_sync: Open, call: str
-) -> None:
+def test_calls_on_the_stores_own_thread_are_refused_and_not_waited_for(open_sync: Open) -> None:
     with open_sync() as store:
-        with pytest.raises(KVStoreError, match="the store's own loop"):
-            store._calls.ask(lambda: CALLS[call](store))
-        with pytest.raises(KVStoreError, match="the store's own loop"):
-            store._calls.ask(store.close)
+        for call in [*CALLS.values(), SyncStore.close]:
+            with pytest.raises(KVStoreError, match="the store's own loop"):
+                store._calls.ask(lambda: call(store))  # noqa: B023
         still_works(store)
 
 
-@pytest.mark.parametrize("call", CALLS)
-def test_a_call_after_the_end_is_refused(open_sync: Open, call: str) -> None:
+def test_calls_after_the_end_are_refused(open_sync: Open) -> None:
     with open_sync() as store:
         store.close()
-        with pytest.raises(KVStoreError, match="the store is closed"):
-            CALLS[call](store)
+        for call in CALLS.values():
+            with pytest.raises(KVStoreError, match="the store is closed"):
+                call(store)
         store.close()
         assert "host" in store.description
 
@@ -657,18 +653,22 @@ REFUSED = re.compile(
 )
 
 
-@pytest.mark.parametrize("call", [*CALLS, "close", "a lease that is left"])
-def test_a_call_after_a_fork_is_refused(open_sync: Open, call: str) -> None:
+def test_calls_after_a_fork_are_refused(open_sync: Open) -> None:
     with open_sync() as store:
         store.put(KEYS, payloads(KEYS))
         lease = store.get(KEYS)
         lease.__enter__()
-        more: dict[str, Callable[[SyncStore], object]] = {
-            "close": SyncStore.close,
-            "a lease that is left": lambda store: lease.__exit__(None, None, None),
-        }
-        act = {**CALLS, **more}[call]
-        assert REFUSED.fullmatch(in_a_child(lambda: act(store)))
+
+        def leave(store: SyncStore) -> None:
+            lease.__exit__(None, None, None)
+
+        def each_is_refused() -> None:
+            for call in [*CALLS.values(), SyncStore.close, leave]:
+                with pytest.raises(KVStoreError) as told:
+                    call(store)
+                assert REFUSED.fullmatch(f"KVStoreError: {told.value}")
+
+        assert in_a_child(each_is_refused) == "nothing"
         lease.__exit__(None, None, None)
         still_works(store)
 

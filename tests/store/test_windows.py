@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,14 @@ KEYS = [b"key-%03d" % n + bytes(4) for n in range(100)]
 
 def config(folder: Path, rows: int = 16) -> dict[str, Any]:
     return small(folder, rows, disk=256)
+
+
+@pytest.fixture
+async def full(tmp_path: Path) -> AsyncIterator[kvstore.Store]:
+    """A store with all of KEYS on its disk, and few of them in host memory."""
+    async with kvstore.open(config(tmp_path)) as store:
+        await fill(store)
+        yield store
 
 
 async def fill(store: kvstore.Store, count: int = len(KEYS)) -> None:
@@ -65,43 +74,37 @@ async def test_windows_for_which_there_is_less_room_are_smaller_and_go_on(
         assert seen == list(range(100))
 
 
-async def test_there_is_no_window_after_a_reset(tmp_path: Path) -> None:
+async def test_there_is_no_window_after_a_reset(full: kvstore.Store) -> None:
     """What is stored then is of other weights, and no part of the same prefix."""
-    async with kvstore.open(config(tmp_path)) as store:
-        await fill(store)
-        async with store.windows(KEYS, 4) as windows:
-            assert len(await anext(windows)) == 4
-            resetting = asyncio.create_task(store.reset())
-            await until_async(lambda: store.resets == 1)
-            assert await store.put(KEYS[:8], [bytes([n]) * CHUNK for n in range(8)]) == 8
-            with pytest.raises(StopAsyncIteration):
-                await anext(windows)
-        await asyncio.wait_for(resetting, PATIENCE)
-
-
-async def test_who_stops_in_the_middle_leaves_nothing_leased(tmp_path: Path) -> None:
-    async with kvstore.open(config(tmp_path)) as store:
-        await fill(store)
-        async with store.windows(KEYS, 8) as windows:
-            async for chunks in windows:
-                assert len(chunks) == 8
-                break
-        with pytest.raises(ZeroDivisionError):
-            async with store.windows(KEYS, 8) as windows:
-                async for _ in windows:
-                    raise ZeroDivisionError
-        # What was on its way arrives.
-        await until_async(lambda: not store.stats().busy_rows)
-
-
-async def test_a_window_cannot_be_used_after_the_next_has_come(tmp_path: Path) -> None:
-    async with kvstore.open(config(tmp_path)) as store:
-        await fill(store)
-        async with store.windows(KEYS, 8) as windows:
-            kept = await anext(windows)
+    async with full.windows(KEYS, 4) as windows:
+        assert len(await anext(windows)) == 4
+        resetting = asyncio.create_task(full.reset())
+        await until_async(lambda: full.resets == 1)
+        assert await full.put(KEYS[:8], [bytes([n]) * CHUNK for n in range(8)]) == 8
+        with pytest.raises(StopAsyncIteration):
             await anext(windows)
-            with pytest.raises(LeaseEndedError):
-                kept[0]
+    await asyncio.wait_for(resetting, PATIENCE)
+
+
+async def test_who_stops_in_the_middle_leaves_nothing_leased(full: kvstore.Store) -> None:
+    async with full.windows(KEYS, 8) as windows:
+        async for chunks in windows:
+            assert len(chunks) == 8
+            break
+    with pytest.raises(ZeroDivisionError):
+        async with full.windows(KEYS, 8) as windows:
+            async for _ in windows:
+                raise ZeroDivisionError
+    # What was on its way arrives.
+    await until_async(lambda: not full.stats().busy_rows)
+
+
+async def test_a_window_cannot_be_used_after_the_next_has_come(full: kvstore.Store) -> None:
+    async with full.windows(KEYS, 8) as windows:
+        kept = await anext(windows)
+        await anext(windows)
+        with pytest.raises(LeaseEndedError):
+            kept[0]
 
 
 async def test_the_next_window_is_on_its_way_while_one_is_used(tmp_path: Path) -> None:
@@ -113,10 +116,9 @@ async def test_the_next_window_is_on_its_way_while_one_is_used(tmp_path: Path) -
 
 
 @pytest.mark.parametrize("size", [0, -1, 1.5, True, "8"])
-async def test_a_window_of_no_chunks_is_refused(tmp_path: Path, size: object) -> None:
-    async with kvstore.open(config(tmp_path)) as store:
-        with pytest.raises(KVStoreError, match="must be a whole number, 1 at least"):
-            store.windows(KEYS, size)  # type: ignore[arg-type]
+async def test_a_window_of_no_chunks_is_refused(full: kvstore.Store, size: object) -> None:
+    with pytest.raises(KVStoreError, match="must be a whole number, 1 at least"):
+        full.windows(KEYS, size)  # type: ignore[arg-type]
 
 
 def test_without_asyncio_windows_do_the_same(tmp_path: Path) -> None:

@@ -45,6 +45,13 @@ def open_bench(folder: Path) -> Iterator[OpenBench]:
 
 
 @pytest.fixture
+def as_root() -> None:
+    """Skips where this user may not give files to another one, or become one."""
+    if os.geteuid() != 0:
+        pytest.skip("giving files to another user, and becoming one, needs root")
+
+
+@pytest.fixture
 def child() -> Iterator[Callable[..., Child]]:
     """Starts other Python processes; what still lives of them is killed at the end."""
     children: list[Child] = []

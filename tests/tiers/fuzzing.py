@@ -33,7 +33,7 @@ class Worker:
     def __init__(self) -> None:
         self._process: subprocess.Popen[str] | None = None
 
-    def judge(self, path: Path, patience: float = PATIENCE) -> None:
+    def judge(self, path: Path) -> None:
         """Fail if something goes wrong with the cache at `path`."""
         if self._process is None:
             self._process = subprocess.Popen(
@@ -48,7 +48,7 @@ class Worker:
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         print(json.dumps(str(path)), file=self._process.stdin, flush=True)
-        ready, _, _ = select.select([self._process.stdout], [], [], patience)
+        ready, _, _ = select.select([self._process.stdout], [], [], PATIENCE)
         if not ready:
             self.end()
             raise AssertionError("it hangs")
@@ -80,12 +80,12 @@ class Bed:
     copies: Iterator[Path]
     worker: Worker
 
-    def try_with(self, change: Callable[[Path], None], patience: float = PATIENCE) -> None:
+    def try_with(self, change: Callable[[Path], None]) -> None:
         """Change a copy and let the worker do everything with it."""
         path = next(self.copies)
         shutil.copytree(self.sound, path, symlinks=True)
         try:
             change(path)
-            self.worker.judge(path, patience)
+            self.worker.judge(path)
         finally:
             shutil.rmtree(path, ignore_errors=True)

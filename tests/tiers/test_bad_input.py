@@ -62,31 +62,26 @@ def refused(folder: Path, open_bench: OpenBench) -> Callable[..., str]:
 # -- sizes ---------------------------------------------------------------------------------
 
 
-def test_a_capacity_below_one_segment_is_refused(refused: Callable[..., str]) -> None:
+def test_a_capacity_below_one_segment_is_refused(
+    refused: Callable[..., str], open_bench: OpenBench
+) -> None:
     message = refused(ConfigError, capacity_bytes=SEGMENT - 1)
     assert f"capacity_bytes = {SEGMENT - 1}" in message
     assert f"{SEGMENT} bytes" in message
     assert "segment_bytes" in message
+    assert open_bench(capacity_bytes=SEGMENT).opening.max_segments == 1
 
 
-def test_a_segment_too_small_for_one_chunk_is_refused(refused: Callable[..., str]) -> None:
-    message = refused(ConfigError, segment_bytes=SLOT)
-    assert f"segment_bytes = {SLOT}" in message
+@pytest.mark.parametrize("size", [1, SLOT])
+def test_a_segment_too_small_for_one_chunk_is_refused_and_the_smallest_one_named(
+    refused: Callable[..., str], open_bench: OpenBench, size: int
+) -> None:
+    message = refused(ConfigError, segment_bytes=size)
+    assert f"segment_bytes = {size}" in message
     assert f"{CHUNK} bytes" in message
     least = int(message.rsplit("at least ", 1)[1].split()[0])
     assert least > SLOT
-
-
-def test_the_smallest_segment_that_the_message_names_is_enough(
-    refused: Callable[..., str], open_bench: OpenBench
-) -> None:
-    message = refused(ConfigError, segment_bytes=1)
-    least = int(message.rsplit("at least ", 1)[1].split()[0])
     assert open_bench(segment_bytes=least).opening.segment_slots == 1
-
-
-def test_the_smallest_capacity_that_the_message_names_is_enough(open_bench: OpenBench) -> None:
-    assert open_bench(capacity_bytes=SEGMENT).opening.max_segments == 1
 
 
 def test_a_capacity_below_the_segments_that_are_there_says_so(
@@ -183,9 +178,8 @@ def public_folder() -> Iterator[Path]:
     shutil.rmtree(folder)
 
 
+@pytest.mark.usefixtures("as_root")
 def test_a_folder_of_another_user_is_refused(public_folder: Path, child: StartChild) -> None:
-    if os.geteuid() != 0:
-        pytest.skip("becoming another user needs root")
     code = """
     os.setgroups([])
     os.setgid(65534)
@@ -238,10 +232,13 @@ def test_a_read_only_file_system_is_refused(
     assert "Read-only file system" in message
 
 
+@pytest.mark.parametrize("filled", [False, True])
 def test_a_disk_with_no_room_for_a_segment_is_refused(
-    small_disk: Callable[[int], Path], refused: Callable[..., str]
+    small_disk: Callable[[int], Path], refused: Callable[..., str], filled: bool
 ) -> None:
-    path = small_disk(SEGMENT // 2)
+    path = small_disk(64 * 1024 if filled else SEGMENT // 2)
+    if filled:
+        fill(path)
     message = refused(PathUnusableError, path)
     assert str(path) in message
     assert "No space left on device" in message
@@ -260,16 +257,6 @@ def test_a_capacity_above_the_size_of_the_disk_is_warned_of_once(
     assert str(path) in told[0]
     assert str(5 * SEGMENT) in told[0]
     assert str(4 * SEGMENT) in told[0]
-
-
-def test_a_full_disk_is_refused(
-    small_disk: Callable[[int], Path], refused: Callable[..., str]
-) -> None:
-    path = small_disk(64 * 1024)
-    fill(path)
-    message = refused(PathUnusableError, path)
-    assert str(path) in message
-    assert "No space left on device" in message
 
 
 async def test_a_cache_on_a_disk_that_is_full_by_now_is_opened_and_served(
@@ -426,24 +413,8 @@ def test_the_nth_process_gets_the_nth_lane_and_a_free_one_is_used_again(
     assert lanes == ["0", "1", "2"]
     (second,) = (owner for owner in owners if Owner(owner.pid, 0) == lane_owner(lane_of(folder, 1)))
     second.kill()
+    assert lane_owner(lane_of(folder, 1)) is None
     assert "lane-1," in child(HOLD, folder).line()
-
-
-def test_a_killed_process_leaves_its_lane_free(
-    folder: Path, open_bench: OpenBench, child: StartChild
-) -> None:
-    owner = child(HOLD, folder)
-    owner.line()
-    owner.kill()
-    assert lane_owner(lane_of(folder)) is None
-    open_bench(lane=0)
-
-
-def test_a_lane_is_free_again_after_a_refused_open(
-    folder: Path, refused: Callable[..., str], open_bench: OpenBench
-) -> None:
-    refused(ConfigError, io="teleport")
-    open_bench(lane=0)
 
 
 def test_a_forked_child_does_not_give_the_lane_of_its_parent_away(

@@ -16,6 +16,7 @@ from kvstore.maintenance.compaction import compact_lane
 from kvstore.policies.shares import tag_of, tenant_keys
 from kvstore.testing.bench import TierBench, key_of, payload_of
 from kvstore.tiers.base import Tier
+from kvstore.tiers.disk import PeerLanes
 from kvstore.tiers.disk.extents import Extent, Writing
 from kvstore.tiers.disk.format import RECORD, RECORD_BYTES, checksummed
 from kvstore.tiers.disk.index import IndexFile, read_index
@@ -413,11 +414,9 @@ async def test_an_index_that_cannot_be_read_is_asked_again_for_lost_chunks(
     assert [key for key, _ in (await news_of(bench.tier)).lost] == ALICE
 
 
-async def test_peers_chunks_whose_key_is_not_known_are_not_there(
+async def test_peers_read_each_other_but_for_chunks_whose_key_is_not_known(
     folder: Path, open_bench: OpenBench, keys_file: Path
 ) -> None:
-    from kvstore.tiers.disk import PeerLanes
-
     keys = ring(keys_file)
     bench, other = open_bench(keys=keys), open_bench(keys=ring(keys_file))
     assert all((await other.store(KEYS, range(SLOTS))).ok)
@@ -432,6 +431,11 @@ async def test_peers_chunks_whose_key_is_not_known_are_not_there(
     found = await news_of(peers)
     assert {key for key, _ in found.appeared} == set(ALICE)
     assert not found.gone
+    places.update(found.appeared)
+    bench.smear(range(SLOTS))
+    done = await peers.read(KEYS, [places[key] for key in KEYS], range(SLOTS))
+    assert done.ok == [True] * SLOTS
+    assert all(bench.holds(row, key) for row, key in enumerate(KEYS))
     # A record that is erased before the next look is gone as well.
     assert await other.tier.erase(BOB[:1]) is None
     change(keys_file, alice=None)
@@ -486,23 +490,6 @@ async def test_without_keys_chunks_are_copied_as_they_are(
     await bench.close([])
     segment_of(stored).unlink()
     assert set(await served(open_bench(keys=ring(keys_file)))) == set(KEYS)
-
-
-async def test_peers_with_the_keys_read_each_other(
-    folder: Path, open_bench: OpenBench, keys_file: Path
-) -> None:
-    from kvstore.tiers.disk import PeerLanes
-
-    bench, other = open_bench(keys=ring(keys_file)), open_bench(keys=ring(keys_file))
-    assert all((await other.store(KEYS, range(SLOTS))).ok)
-    peers = PeerLanes(disk_of(bench))
-    entries = dict(peers.open(bench.region).entries)
-    assert set(entries) == set(KEYS)
-    bench.smear(range(SLOTS))
-    done = await peers.read(KEYS, [entries[key] for key in KEYS], range(SLOTS))
-    assert done.ok == [True] * SLOTS
-    assert all(bench.holds(row, key) for row, key in enumerate(KEYS))
-    await peers.close([])
 
 
 def test_a_seal_is_of_one_place(keys_file: Path) -> None:

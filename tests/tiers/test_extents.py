@@ -65,14 +65,6 @@ def test_neighbours_stay_together_up_to_a_megabyte(slots: list[int], shape: dict
             assert (len(left) + 1) * shape["slot_bytes"] > MIN_CALL_BYTES
 
 
-def test_neighbours_in_any_order_make_one_call() -> None:
-    assert extents_of([7, 5, 6, 9, 8]) == [[5, 6, 7, 8, 9]]
-
-
-def test_a_gap_makes_two_calls() -> None:
-    assert extents_of([1, 2, 4, 5]) == [[1, 2], [4, 5]]
-
-
 def test_the_border_of_a_segment_makes_two_calls() -> None:
     assert extents_of([6, 7, 8, 9], segment_slots=8) == [[6, 7], [8, 9]]
 

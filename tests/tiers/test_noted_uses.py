@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import errno
-import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -121,36 +120,6 @@ async def test_a_record_that_is_read_while_it_is_being_written_costs_no_chunk(
     assert not torn
     bench.abandon()
     assert [key for key, _ in open_bench().opening.entries] == KEYS
-
-
-async def test_the_order_at_the_end_is_put_together_by_threads_of_the_tier(
-    open_bench: OpenBench,
-) -> None:
-    threads: set[str] = set()
-
-    class Order(list[tuple[bytes, int]]):
-        def __iter__(self) -> Iterator[tuple[bytes, int]]:
-            threads.add(threading.current_thread().name)
-            return super().__iter__()
-
-    bench = open_bench()
-    await bench.store(KEYS, ALL)
-    await bench.tier.close(Order((key, slot) for slot, key in reversed([*enumerate(KEYS)])))
-    assert threads
-    assert threading.current_thread().name not in threads
-    assert [key for key, _ in open_bench().opening.entries] == KEYS[::-1]
-
-
-async def test_of_two_records_of_a_key_the_later_one_counts(
-    folder: Path, open_bench: OpenBench
-) -> None:
-    bench = open_bench()
-    await bench.store(KEYS[:1], [5])
-    await bench.store(KEYS[1:2], [2])
-    await bench.store(KEYS[:1], [0])
-    bench.abandon()
-    again = open_bench()
-    assert again.opening.entries == [(KEYS[1], 2), (KEYS[0], 0)]
 
 
 async def test_the_record_of_a_slot_is_gone_before_its_bytes_are_written(

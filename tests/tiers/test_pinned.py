@@ -33,14 +33,30 @@ def name() -> str:
 
 
 @pytest.fixture(params=["private", "shared"])
-def region(request: pytest.FixtureRequest, name: str) -> Iterator[PinnedRegion]:
+def kind(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+@pytest.fixture
+def region(kind: str, name: str) -> Iterator[PinnedRegion]:
     """A region of either kind."""
-    if request.param == "private":
-        region = PinnedRegion.private(ROWS, ROW)
-    else:
-        region = PinnedRegion.shared(name, ROWS, ROW, mappers=1)
+    region = make(kind, name, ROWS, ROW)
     yield region
     region.close()
+
+
+@pytest.fixture
+def tailed(kind: str, name: str) -> Iterator[PinnedRegion]:
+    """A region of either kind with a page behind each row."""
+    region = make(kind, name, ROWS, ROW, PAGE)
+    yield region
+    region.close()
+
+
+def make(kind: str, name: str, rows: int, row_bytes: int, tail: int = 0) -> PinnedRegion:
+    if kind == "private":
+        return PinnedRegion.private(rows, row_bytes, tail)
+    return PinnedRegion.shared(name, rows, row_bytes, mappers=1, tail_bytes=tail)
 
 
 def test_a_region_is_rows_of_zeros_at_page_boundaries(region: PinnedRegion) -> None:
@@ -49,6 +65,9 @@ def test_a_region_is_rows_of_zeros_at_page_boundaries(region: PinnedRegion) -> N
     assert region.array.shape == (ROWS, ROW)
     assert not region.array.any()
     assert len(region.view) == ROWS * ROW
+    assert f"{ROWS} rows of {ROW} B" in region.description
+    assert "% huge pages" in region.description
+    assert not region.claim_tails(), "nobody may write behind rows where there are no tails"
 
 
 def test_rows_array_and_view_are_the_same_memory(region: PinnedRegion) -> None:
@@ -57,24 +76,6 @@ def test_rows_array_and_view_are_the_same_memory(region: PinnedRegion) -> None:
     region.array[2, 0] = ord("J")
     assert bytes(region.row(2)[:5]) == b"Jello"
     assert region.array.ctypes.data == region.address
-
-
-def test_a_row_does_not_reach_into_the_next(region: PinnedRegion) -> None:
-    row = region.row(0)
-    assert len(row) == ROW
-    row[:] = b"\xff" * ROW
-    assert not region.array[1:].any()
-
-
-@pytest.fixture(params=["private", "shared"])
-def tailed(request: pytest.FixtureRequest, name: str) -> Iterator[PinnedRegion]:
-    """A region of either kind with a page behind each row."""
-    if request.param == "private":
-        region = PinnedRegion.private(ROWS, ROW, PAGE)
-    else:
-        region = PinnedRegion.shared(name, ROWS, ROW, mappers=1, tail_bytes=PAGE)
-    yield region
-    region.close()
 
 
 def test_what_is_written_behind_a_row_is_in_no_row(tailed: PinnedRegion) -> None:
@@ -103,18 +104,9 @@ def test_tails_are_one_users_at_a_time(tailed: PinnedRegion) -> None:
     assert tailed.claim_tails()
 
 
-def test_nobody_may_write_behind_rows_where_there_are_no_tails(region: PinnedRegion) -> None:
-    assert not region.claim_tails()
-
-
 def test_tails_that_are_no_pages_are_refused() -> None:
     with pytest.raises(ConfigError, match="tails of 100"):
         PinnedRegion.private(ROWS, ROW, 100)
-
-
-def test_a_region_says_what_it_is(region: PinnedRegion) -> None:
-    assert f"{ROWS} rows of {ROW} B" in region.description
-    assert "% huge pages" in region.description
 
 
 def test_a_closed_region_gives_its_memory_back() -> None:
@@ -181,7 +173,6 @@ def test_huge_pages_are_reported_as_the_system_gave_them() -> None:
         region.close()
 
 
-@pytest.mark.parametrize("kind", ["private", "shared"])
 @pytest.mark.parametrize(
     ("rows", "row_bytes"), [(0, PAGE), (-1, PAGE), (1, 0), (1, -PAGE), (1, PAGE - 1), (2, PAGE + 1)]
 )
@@ -192,7 +183,6 @@ def test_rows_that_are_no_pages_are_refused(
         make(kind, name, rows, row_bytes)
 
 
-@pytest.mark.parametrize("kind", ["private", "shared"])
 @pytest.mark.parametrize("rows", [2**30, 2**52, 2**70], ids=["4TiB", "2^64", "2^82"])
 def test_more_than_the_machine_has_is_refused_with_what_it_has(
     name: str, kind: str, rows: int
@@ -203,13 +193,6 @@ def test_more_than_the_machine_has_is_refused_with_what_it_has(
     assert not memory_of(name)
 
 
-def make(kind: str, name: str, rows: int, row_bytes: int) -> PinnedRegion:
-    if kind == "private":
-        return PinnedRegion.private(rows, row_bytes)
-    return PinnedRegion.shared(name, rows, row_bytes, mappers=1)
-
-
-@pytest.mark.parametrize("kind", ["private", "shared"])
 def test_more_than_the_process_may_have_is_refused(name: str, kind: str) -> None:
     code = """
 import resource, sys
@@ -260,7 +243,6 @@ def test_a_row_of_a_shared_region_survives_the_fork_of_a_reader(name: str) -> No
     region.close()
 
 
-@pytest.mark.parametrize("kind", ["private", "shared"])
 def test_memory_that_the_system_cannot_give_is_an_error_and_leaves_nothing(
     name: str, kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -278,13 +260,14 @@ def test_memory_that_the_system_cannot_give_is_an_error_and_leaves_nothing(
     assert not memory_of(name)
 
 
-@pytest.mark.parametrize("kind", ["private", "shared"])
+def unknown(address: int, length: int) -> None:
+    """The system does not know the advice."""
+    raise OSError(errno.EINVAL, "Invalid argument")
+
+
 def test_a_system_that_does_not_know_the_advice_gets_its_pages_touched(
     name: str, kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def unknown(address: int, length: int) -> None:
-        raise OSError(errno.EINVAL, "Invalid argument")
-
     monkeypatch.setattr(kvstore.tiers.pages, "_touch", unknown)
     region = make(kind, name, 4096, PAGE)
     before = resource.getrusage(resource.RUSAGE_THREAD).ru_minflt
@@ -299,9 +282,6 @@ def test_memory_that_others_write_to_is_touched_without_changing_it(
     region = PinnedRegion.shared(name, ROWS, ROW, mappers=3)
     region.array[:] = 7
     joined = PinnedRegion.shared(name, ROWS, ROW, mappers=3)
-
-    def unknown(address: int, length: int) -> None:
-        raise OSError(errno.EINVAL, "Invalid argument")
 
     monkeypatch.setattr(kvstore.tiers.pages, "_touch", unknown)
     late = PinnedRegion.shared(name, ROWS, ROW, mappers=3)

@@ -76,50 +76,31 @@ kvstore.tiers.pinned.populate = stop
 # -- meeting ---------------------------------------------------------------------------------
 
 
-def test_another_process_sees_the_bytes(name: str, child: StartChild) -> None:
-    region = PinnedRegion.shared(name, ROWS, ROW, mappers=2)
-    other = child(MAPPER, name, ROWS, ROW, 2)
-    assert other.line() == "mapped"
-    region.row(3)[:5] = b"hello"
-    other.answer("3 ?")
-    assert other.line() == "hello"
-    other.answer("5 world")
-    assert other.line() == "written"
-    assert bytes(region.row(5)[:5]) == b"world"
-    region.close()
-
-
-@pytest.mark.parametrize("mappers", [1, 2, 3])
-def test_a_region_is_complete_when_all_have_come_and_not_before(
-    name: str, child: StartChild, mappers: int
+def test_a_region_is_complete_when_all_have_come_and_not_before_and_stays_so(
+    name: str, child: StartChild
 ) -> None:
-    region = PinnedRegion.shared(name, ROWS, ROW, mappers)
+    region = PinnedRegion.shared(name, ROWS, ROW, mappers=3)
     others = []
-    for _ in range(mappers - 1):
+    for _ in range(2):
         assert not region.complete
-        others.append(child(MAPPER, name, ROWS, ROW, mappers))
+        others.append(child(MAPPER, name, ROWS, ROW, 3))
         assert others[-1].line() == "mapped"
     assert region.complete
     for other in others:
         other.answer("0 complete")
         assert other.line() == "True"
-    region.close()
-
-
-def test_a_region_stays_complete_when_one_of_its_processes_is_killed(
-    name: str, child: StartChild
-) -> None:
-    other = child(MAPPER, name, ROWS, ROW, 2)
-    assert other.line() == "mapped"
-    region = PinnedRegion.shared(name, ROWS, ROW, mappers=2)
-    other.kill()
+    others[0].kill()
     assert region.complete
     region.close()
 
 
-def test_processes_that_come_at_the_same_time_meet(name: str, child: StartChild) -> None:
+def test_processes_that_come_at_the_same_time_meet_and_make_no_file(
+    name: str, child: StartChild
+) -> None:
     others = [child(MAPPER, name, ROWS, ROW, 4) for _ in range(4)]
     assert [other.line() for other in others] == ["mapped"] * 4
+    # An end that leaves one would be seen by the fixture.
+    assert not [file for file in Path("/dev/shm").iterdir() if "kvstore" in file.name]
     for row, other in enumerate(others):
         other.answer(f"{row} byte{row}")
         assert other.line() == "written"
@@ -159,15 +140,6 @@ def test_many_that_came_and_went_do_not_keep_others_out(
             PinnedRegion.shared(name, ROWS, ROW, mappers=3, timeout=1.0).close()
     finally:
         region.close()
-
-
-def test_no_file_is_ever_made(name: str, child: StartChild) -> None:
-    """An end that leaves one would be seen by the fixture; a beginning is seen here."""
-    other = child(MAPPER, name, ROWS, ROW, 3)
-    assert other.line() == "mapped"
-    region = PinnedRegion.shared(name, ROWS, ROW, mappers=3)
-    assert not [file for file in Path("/dev/shm").iterdir() if "kvstore" in file.name]
-    region.close()
 
 
 @pytest.mark.parametrize("odd", ["a/b", "../../etc/passwd", "", "\n", "\0", "x" * 300, "ü" * 50])
@@ -252,48 +224,6 @@ def test_who_joins_before_all_pages_are_there_may_use_them(name: str, child: Sta
     region.close()
 
 
-IN_GROUP = """
-Path(sys.argv[5], "cgroup.procs").write_text(str(os.getpid()))
-say("in")
-sys.stdin.readline()
-"""
-
-
-def test_four_processes_at_once_never_have_more_than_one_region(
-    name: str, child: StartChild, memory_group: Callable[[int], Path]
-) -> None:
-    size = 256 * 2**20
-    folder = memory_group(2 * size)
-    others = [child(IN_GROUP + MAPPER, name, 64, size // 64, 4, folder) for _ in range(4)]
-    assert [other.line() for other in others] == ["in"] * 4
-    peak = 0
-    done = threading.Event()
-
-    def watch() -> None:
-        nonlocal peak
-        while not done.is_set():
-            peak = max(peak, shared_bytes(folder))
-
-    watcher = threading.Thread(target=watch)
-    watcher.start()
-    for other in others:
-        other.answer()
-    said = [other.line() for other in others]
-    done.set()
-    watcher.join()
-    peak = max(peak, shared_bytes(folder))
-    for other in others:
-        other.kill()
-    assert said == ["mapped"] * 4, "a process was killed for memory"
-    assert size <= peak <= 1.05 * size
-
-
-def shared_bytes(folder: Path) -> int:
-    """The shared memory that a control group has."""
-    told = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
-    return int(told.get("total_shmem", told["shmem"]))
-
-
 # -- whoever is killed ----------------------------------------------------------------------
 
 
@@ -350,28 +280,19 @@ kvstore.tiers.pinned.new_memfd = stop
 """
 
 
-def test_a_creator_that_is_killed_before_it_listens_is_replaced(
-    name: str, child: StartChild
-) -> None:
-    creator = child(BEFORE_LISTENING + MAPPER, name, ROWS, ROW, 2)
-    assert creator.line() == "made"
-    other = child(MAPPER, name, ROWS, ROW, 2)
-    with pytest.raises(PathUnusableError, match="has not created the memory within 0 s"):
-        PinnedRegion.shared(name, ROWS, ROW, mappers=2, timeout=0.1)
-    creator.kill()
-    assert other.line() == "mapped"
-    assert len(memory_of(name)) == 1
-
-
-def test_a_creator_that_stops_for_ever_is_an_error_after_a_while(
+def test_a_creator_that_stops_before_it_listens_is_an_error_and_is_replaced_once_it_is_killed(
     name: str, child: StartChild
 ) -> None:
     creator = child(BEFORE_LISTENING + MAPPER, name, ROWS, ROW, 2)
     assert creator.line() == "made"
     os.kill(creator.pid, signal.SIGSTOP)
-    with pytest.raises(PathUnusableError, match=name):
-        PinnedRegion.shared(name, ROWS, ROW, mappers=2, timeout=0.2)
+    other = child(MAPPER, name, ROWS, ROW, 2)
+    with pytest.raises(PathUnusableError, match=f"{name}.* has not created the memory within 0 s"):
+        PinnedRegion.shared(name, ROWS, ROW, mappers=2, timeout=0.1)
     assert len(memory_of(name)) == 1, "who did not meet keeps nothing"
+    creator.kill()
+    assert other.line() == "mapped"
+    assert len(memory_of(name)) == 1
 
 
 def test_a_creator_that_dies_while_its_memory_is_opened_is_not_trusted(
@@ -433,15 +354,6 @@ def test_a_name_that_a_process_keeps_without_the_memory_blocks_nobody(
     region.close()
 
 
-def test_a_killed_process_leaves_nothing_when_all_had_come(name: str, child: StartChild) -> None:
-    both = [child(MAPPER, name, ROWS, ROW, 2) for _ in range(2)]
-    assert [one.line() for one in both] == ["mapped"] * 2
-    for one in both:
-        one.kill()
-    assert memory_of(name) == {}
-    assert hosts_of(name) == []
-
-
 def test_starts_that_are_killed_at_random_moments_never_make_two_regions(name: str) -> None:
     """KVSTORE_KILLED_STARTS=200 for the long run. One place is kept for the end of each."""
     rng = random.Random(KILLED_STARTS)
@@ -501,9 +413,8 @@ def test_a_system_without_abstract_sockets_is_told(
 # -- other users, and processes that hide ---------------------------------------------------
 
 
+@pytest.mark.usefixtures("as_root")
 def test_a_name_that_another_user_holds_is_refused(name: str, child: StartChild) -> None:
-    if os.geteuid() != 0:
-        pytest.skip("becoming another user needs root")
     code = """
     import socket
     os.setuid(65534)
@@ -519,9 +430,8 @@ def test_a_name_that_another_user_holds_is_refused(name: str, child: StartChild)
         PinnedRegion.shared(name, ROWS, ROW, mappers=2)
 
 
+@pytest.mark.usefixtures("as_root")
 def test_memory_that_another_user_planted_is_not_taken_up(name: str, child: StartChild) -> None:
-    if os.geteuid() != 0:
-        pytest.skip("becoming another user needs root")
     code = """
     os.setuid(65534)
     memory = os.memfd_create(sys.argv[1], os.MFD_ALLOW_SEALING)
@@ -557,38 +467,31 @@ except KVStoreError as error:
 """
 
 
-@pytest.fixture
-def name_of_nobody(name: str) -> str:
-    """A name under which processes of an unprivileged user meet."""
-    if os.geteuid() != 0:
-        pytest.skip("becoming another user needs root")
-    return name
+@pytest.mark.usefixtures("as_root")
+def test_two_processes_of_an_unprivileged_user_meet(name: str, child: StartChild) -> None:
+    assert child(NOBODY, name).line() == f"mapped {bytes(5)!r}"
+    assert child(NOBODY, name).line() == f"mapped {b'bytes'!r}"
 
 
-def test_two_processes_of_an_unprivileged_user_meet(name_of_nobody: str, child: StartChild) -> None:
-    assert child(NOBODY, name_of_nobody).line() == f"mapped {bytes(5)!r}"
-    assert child(NOBODY, name_of_nobody).line() == f"mapped {b'bytes'!r}"
-
-
-def test_a_creator_that_is_dead_but_not_reaped_is_replaced(
-    name_of_nobody: str, child: StartChild
-) -> None:
-    creator = child(NOBODY, name_of_nobody)
+@pytest.mark.usefixtures("as_root")
+def test_a_creator_that_is_dead_but_not_reaped_is_replaced(name: str, child: StartChild) -> None:
+    creator = child(NOBODY, name)
     assert creator.line().startswith("mapped")
     os.kill(creator.pid, signal.SIGKILL)
     # Its output ends with it, while its process waits for this one to ask.
     assert creator.line() == ""
-    assert child(NOBODY, name_of_nobody).line() == f"mapped {bytes(5)!r}"
+    assert child(NOBODY, name).line() == f"mapped {bytes(5)!r}"
 
 
+@pytest.mark.usefixtures("as_root")
 def test_a_creator_that_may_not_be_looked_at_is_an_error_and_not_another_region(
-    name_of_nobody: str, child: StartChild
+    name: str, child: StartChild
 ) -> None:
-    creator = child(NOBODY, name_of_nobody)
+    creator = child(NOBODY, name)
     assert creator.line().startswith("mapped")
     creator.answer()
     assert creator.line() == "hidden"
-    message = child(NOBODY, name_of_nobody).line()
+    message = child(NOBODY, name).line()
     assert message.startswith("PathUnusableError")
     assert f"process {creator.pid}" in message
 

@@ -87,19 +87,18 @@ async def begun(gate: Gate) -> None:
     assert await asyncio.to_thread(gate.begun.wait, PATIENCE)
 
 
-async def test_results_come_in_the_order_of_the_operations(pool: Pool) -> None:
+async def test_operations_of_one_job_run_at_the_same_time_and_their_results_keep_its_order(
+    pool: Pool,
+) -> None:
+    together = threading.Barrier(4)
+
     def operation(n: int) -> int:
-        time.sleep(0.002 * (5 - n))
+        together.wait(PATIENCE)
+        time.sleep(0.004 * (2, 0, 3, 1)[n])
         return n
 
-    results = await run(pool(4), [partial(operation, n) for n in range(5)], load=True)
-    assert results == [0, 1, 2, 3, 4]
-
-
-async def test_operations_of_one_job_run_at_the_same_time(pool: Pool) -> None:
-    together = threading.Barrier(3)
-    results = await run(pool(3), [lambda: together.wait(PATIENCE)] * 3, load=True)
-    assert sorted(results) == [0, 1, 2]
+    results = await run(pool(4), [partial(operation, n) for n in range(4)], load=True)
+    assert results == [0, 1, 2, 3]
 
 
 async def test_stores_take_all_threads_but_one(pool: Pool) -> None:
@@ -242,7 +241,9 @@ async def test_a_load_that_comes_while_a_store_is_moved_begins_at_once(pool: Poo
 
 
 @pytest.mark.parametrize("part", ["first", "second"])
-async def test_what_either_part_raises_is_told_after_all_have_ended(pool: Pool, part: str) -> None:
+async def test_what_either_part_raises_is_told_after_all_have_ended_and_costs_no_thread(
+    pool: Pool, part: str
+) -> None:
     told: list[str] = []
     (sound,) = told_of(told, "sound")
     sound.opened.set()
@@ -250,12 +251,17 @@ async def test_what_either_part_raises_is_told_after_all_have_ended(pool: Pool, 
     def fails() -> Parts[str]:
         if part == "second":
             yield
-        raise OSError("as told")
+        raise ZeroDivisionError("a fault in the tier")
 
+    threads = pool(1)
     operations: list[Callable[[], Parts[str]]] = [fails, sound]
-    with pytest.raises(OSError, match="as told"):
-        await pool(1).run_cut(lambda: operations, load=True)
+    job = asyncio.ensure_future(threads.run_cut(lambda: operations, load=True))
+    done, _ = await asyncio.wait({job}, timeout=PATIENCE)
+    assert done, "the job of an operation that raised never ends"
+    with pytest.raises(ZeroDivisionError):
+        job.result()
     assert told == ["sound begins", "sound ends"]
+    assert await run(threads, [lambda: "alive"], load=True) == ["alive"]
 
 
 async def test_an_operation_of_three_parts_is_a_mistake(pool: Pool) -> None:
@@ -266,18 +272,6 @@ async def test_an_operation_of_three_parts_is_a_mistake(pool: Pool) -> None:
 
     with pytest.raises(RuntimeError, match="two parts at most"):
         await pool(1).run_cut(lambda: [goes_on], load=True)
-
-
-async def test_threads_that_are_closed_end_what_they_have_begun() -> None:
-    told: list[str] = []
-    threads, (one,) = IOThreads(1, "test"), told_of(told, "one")
-    job = asyncio.ensure_future(threads.run_cut(lambda: [one], load=True))
-    await one.has_begun()
-    closing = asyncio.ensure_future(asyncio.to_thread(threads.close))
-    await asyncio.sleep(0.05)
-    one.opened.set()
-    assert await closing
-    assert await job == ["one"]
 
 
 @pytest.mark.parametrize("load", [True, False])
@@ -320,8 +314,10 @@ async def test_one_job_wakes_the_loop_once(pool: Pool) -> None:
 
 
 async def test_a_cancelled_job_ends_only_when_its_operations_have(pool: Pool) -> None:
-    gate = Gate()
-    job = asyncio.ensure_future(run(pool(1), [gate], load=True))
+    """Those that had not begun still run."""
+    gate, ran = Gate(), list[int]()
+    operations: list[Callable[[], object]] = [gate, lambda: ran.append(1)]
+    job = asyncio.ensure_future(run(pool(1), operations, load=False))
     await begun(gate)
     for _ in range(3):
         job.cancel()
@@ -331,36 +327,7 @@ async def test_a_cancelled_job_ends_only_when_its_operations_have(pool: Pool) ->
     with pytest.raises(asyncio.CancelledError):
         await job
     assert gate.ended
-
-
-async def test_operations_of_a_cancelled_job_that_had_not_begun_still_run(pool: Pool) -> None:
-    threads, gate = pool(1), Gate()
-    ran: list[int] = []
-    operations: list[Callable[[], object]] = [gate, lambda: ran.append(1)]
-    job = asyncio.ensure_future(run(threads, operations, load=False))
-    await begun(gate)
-    job.cancel()
-    gate.opened.set()
-    with pytest.raises(asyncio.CancelledError):
-        await job
     assert ran == [1]
-
-
-async def test_an_operation_that_raises_fails_its_job_and_no_other(pool: Pool) -> None:
-    threads = pool(1)
-
-    def broken() -> None:
-        raise ZeroDivisionError("a fault in the tier")
-
-    ran: list[int] = []
-    operations: list[Callable[[], object]] = [broken, lambda: ran.append(1)]
-    job = asyncio.ensure_future(run(threads, operations, load=True))
-    done, _ = await asyncio.wait({job}, timeout=PATIENCE)
-    assert done, "the job of an operation that raised never ends"
-    with pytest.raises(ZeroDivisionError):
-        job.result()
-    assert ran == [1], "the job ended before all of its operations had"
-    assert await run(threads, [lambda: "alive"], load=True) == ["alive"]
 
 
 async def test_an_idle_thread_keeps_nothing_of_its_last_job_alive(pool: Pool) -> None:
@@ -388,18 +355,17 @@ async def test_idle_waits_for_jobs_and_not_for_those_who_asked(pool: Pool) -> No
     await asyncio.wait_for(threads.idle(), PATIENCE)
 
 
-async def test_close_lets_queued_operations_end(pool: Pool) -> None:
-    threads, gate = pool(1), Gate()
-    ran: list[int] = []
-    operations: list[Callable[[], object]] = [gate, *[lambda: ran.append(1)] * 5]
-    job = asyncio.ensure_future(run(threads, operations, load=False))
-    await begun(gate)
+async def test_close_lets_operations_end_that_have_begun_or_are_queued(pool: Pool) -> None:
+    told: list[str] = []
+    threads, halves = pool(1), told_of(told, "one", "two", "three", "four")
+    job = asyncio.ensure_future(threads.run_cut(lambda: halves, load=False))
+    await halves[1].has_begun()
     closing = asyncio.ensure_future(asyncio.to_thread(threads.close))
-    await asyncio.sleep(0.01)
-    gate.opened.set()
+    await asyncio.sleep(0.05)
+    for each in halves:
+        each.opened.set()
     assert await closing
-    await job
-    assert ran == [1] * 5
+    assert await job == ["one", "two", "three", "four"]
 
 
 async def test_a_closed_pool_takes_no_job(pool: Pool) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import shutil
 import tempfile
@@ -17,8 +18,10 @@ from benchmarks.azurite import Azurite
 from benchmarks.ceph_gateway import CephGateway, is_installed
 from benchmarks.mooncake_master import MooncakeMaster
 from benchmarks.redis_server import RedisServer
-from kvstore.testing.bench import TierBench
+from benchmarks.throttled_link import ThrottledLink
+from kvstore.testing.bench import TierBench, key_of
 from kvstore.testing.store import StoreContract
+from kvstore.tiers.remote.tier import StoreTier
 from kvstore.types import TierPlace
 from tests.patience import PATIENCE
 
@@ -28,6 +31,7 @@ __all__ = [
     "MooncakeMaster",
     "RedisServer",
     "ServerContract",
+    "all_arrive_over_a_slow_link",
     "azurite",
     "ceph_gateway",
     "mooncake_master",
@@ -121,3 +125,29 @@ def azurite() -> AbstractContextManager[Azurite]:
     if not Azurite.is_installed():
         pytest.skip("Azurite (npm install -g azurite) is not installed")
     return _running(Azurite, Azurite.stop)
+
+
+async def all_arrive_over_a_slow_link(
+    tier_of: Callable[[TierPlace, int, float], StoreTier], port: int, folder: Path
+) -> None:
+    """Moves of several calls' worth over a link that takes twice as long as a call may."""
+    size, moves, each, seconds = 2 * 2**20, 8, 8, 1.0
+    place = TierPlace("overload", {"test": str(folder)}, size)
+    link = ThrottledLink(folder, port, bytes_per_s=64e6)
+    tier = tier_of(place, link.port, seconds)
+    bench = TierBench(tier, moves * each, size, size)
+    keys = [key_of(number) for number in range(moves * each)]
+    rows = bench.fill(keys)
+    parts = [slice(start, start + each) for start in range(0, len(keys), each)]
+    slots = [0] * each
+    written = await asyncio.gather(*(tier.write(keys[p], slots, rows[p]) for p in parts))
+    assert [done.error for done in written] == [None] * moves
+    assert [list(done.unread) for done in written] == [[]] * moves
+    bench.smear(rows)
+    read = asyncio.gather(*(tier.read(keys[p], slots, rows[p]) for p in parts))
+    asked = asyncio.gather(*(tier.holds(keys[p]) for p in parts))
+    assert [done.error for done in await asked] == [None] * moves
+    assert [done.error for done in await read] == [None] * moves
+    assert all(bench.holds(row, key) for row, key in zip(rows, keys, strict=True))
+    await bench.close()
+    link.stop()

@@ -19,10 +19,16 @@ from kvstore.testing.bench import TierBench, key_of
 from kvstore.tiers.base import Tier
 from kvstore.tiers.remote.client import ListingClient, StoreError
 from kvstore.tiers.remote.record import RECORD_BYTES
-from kvstore.tiers.remote.sweeper import PARTS
 from kvstore.types import TierPlace
 from tests.patience import PATIENCE
-from tests.tiers.remote.servers import RedisServer, ServerContract, redis_server, valkey_server
+from tests.tiers.remote.servers import (
+    RedisServer,
+    ServerContract,
+    all_arrive_over_a_slow_link,
+    redis_server,
+    valkey_server,
+)
+from tests.tiers.remote.test_sweeper import LEFT, ROOM, keys_of
 
 redis = pytest.importorskip("redis")
 
@@ -247,6 +253,14 @@ async def test_a_value_that_is_stored_while_it_is_asked_for_is_good(
         await bench.close()
 
 
+async def test_all_chunks_arrive_however_many_moves_share_a_slow_link(tmp_path: Path) -> None:
+    def tier(place: TierPlace, port: int, seconds: float) -> RedisTier:
+        return RedisTier(place, url=f"redis://127.0.0.1:{port}/0", timeout_s=seconds)
+
+    with redis_server() as server:
+        await all_arrive_over_a_slow_link(tier, server.port, tmp_path)
+
+
 @pytest.mark.parametrize("refused", ["getrange", "exists"])
 async def test_what_the_server_refuses_is_not_taken_for_a_value_that_is_not_there(
     starting: Starting, refused: str
@@ -346,10 +360,6 @@ async def test_a_server_whose_certificate_is_for_another_name_is_not_used(
 
 # -- a server of which chunks may have a part ----------------------------------------------------
 
-ROOM = 64
-LEFT = ROOM - ROOM // PARTS
-"""Chunks that a sweep leaves."""
-
 
 class Limited:
     """A store of room for `ROOM` chunks, on a server that begins empty."""
@@ -398,10 +408,6 @@ async def limited(server: RedisServer) -> AsyncIterator[Callable[..., Limited]]:
         await one.bench.close()
         one.client.config_set("maxmemory-policy", "noeviction")
         one.client.close()
-
-
-def keys_of(numbers: range) -> list[bytes]:
-    return [key_of(number) for number in numbers]
 
 
 @pytest.mark.parametrize("namespace", ["place", "a*[b]?c"])
