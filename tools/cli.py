@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from importlib import import_module
 from pathlib import Path
 from textwrap import indent
+from typing import Any
 
 import kvstore
 from kvstore.errors import KVStoreError
@@ -157,6 +158,7 @@ def _cache(command: argparse.ArgumentParser) -> None:
 
 def _changing(command: argparse.ArgumentParser) -> None:
     """What commands that change a cache have in common."""
+    command.register("action", None, _Once)
     _cache(command)
     command.add_argument("--dry-run", action="store_true", help="only report what would be done")
     _strict(command)
@@ -193,6 +195,7 @@ def _of(name: str) -> Adder:
 def _keyring(command: argparse.ArgumentParser) -> None:
     from kvstore.tools.keys import run_keys
 
+    command.register("action", None, _Once)
     command.add_argument("file", type=Path, help="the file of keys")
     change = command.add_mutually_exclusive_group()
     change.add_argument(
@@ -253,8 +256,12 @@ def _purge(command: argparse.ArgumentParser) -> None:
     command.add_argument("--yes", action="store_true", help="do not ask on a terminal")
     command.add_argument("--namespace", help="only in the namespace of that name")
     command.add_argument("--unused", metavar="AGE", help="only chunks not used for 36h, 7d, ...")
-    command.add_argument("--key", metavar="HEX", help="only the chunk of that key")
-    command.add_argument("--tenant", metavar="NAME", help="only the chunks of that tenant")
+    for option, name, what in (
+        ("--key", "HEX", "the chunk of that key"),
+        ("--tenant", "NAME", "the chunks of that tenant"),
+    ):
+        told = f"only {what}; may be repeated"
+        command.add_argument(option, metavar=name, action="append", help=told)
     command.add_argument("--all", action="store_true", help="every chunk")
     command.set_defaults(run=run_purge)
 
@@ -354,6 +361,19 @@ COMMANDS: Mapping[str, tuple[Adder, str]] = {
         "print a script that completes the words of this command in a shell",
     ),
 }
+
+
+class _Once(argparse.Action):
+    """Refuses an option that is given twice: of two tenants to forget one would be left."""
+
+    def __call__(
+        self, parser: argparse.ArgumentParser, options: argparse.Namespace, value: Any, *_: Any
+    ) -> None:
+        given = vars(options).setdefault("_given", set())
+        if self.option_strings and self.dest in given:
+            parser.error(f"{self.option_strings[-1]} is given twice")
+        given.add(self.dest)
+        setattr(options, self.dest, value)
 
 
 def _parser(wanted: str | None = None) -> argparse.ArgumentParser:

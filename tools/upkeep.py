@@ -60,13 +60,13 @@ def run_purge(options: argparse.Namespace) -> int:
     unused_since = None
     if options.unused is not None:
         unused_since = int((time.time() - parse_age("--unused", options.unused)) * 1000)
-    key = None if options.key is None else parse_key("--key", options.key)
+    keys = options.key and [parse_key("--key", each) for each in options.key]
 
     def forget(*, dry_run: bool) -> list[PurgedLane]:
         return purge(
             options.path,
             namespace=options.namespace,
-            key=key,
+            key=keys,
             tenant=options.tenant,
             unused_since_ms=unused_since,
             dry_run=dry_run,

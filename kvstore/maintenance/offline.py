@@ -8,11 +8,11 @@ one lane fails, the others are still done.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -142,8 +142,8 @@ def purge(
     path: PathLike,
     *,
     namespace: str | None = None,
-    key: bytes | None = None,
-    tenant: str | None = None,
+    key: bytes | Collection[bytes] | None = None,
+    tenant: str | Collection[str] | None = None,
     unused_since_ms: float | None = None,
     dry_run: bool = False,
     strict_modes: bool = True,
@@ -154,8 +154,8 @@ def purge(
 
     Args:
         namespace: only in the namespace of that name.
-        key: only the chunk of that key.
-        tenant: only the chunks of the tenant of that name.
+        key: only the chunk of that key, or of those.
+        tenant: only the chunks of the tenant of that name, or of those.
         unused_since_ms: only chunks neither stored nor read since then, in ms since 1970.
         dry_run: only count them.
         strict_modes: refuse lanes that other users own or may write to.
@@ -163,9 +163,8 @@ def purge(
     Raises:
         KVStoreError: if no namespace has that name, or a condition is invalid.
     """
-    if key is not None:
-        check_key(key)
-    tag = b"" if tenant is None else tag_of(tenant)
+    wanted = None if key is None else {check_key(each) for each in _each(key)}
+    tags = (b"",) if tenant is None else tuple(map(tag_of, _each(tenant)))
     since = unused_since_ms
     if since is not None and (isinstance(since, bool) or not isinstance(since, (int, float))):
         raise ConfigError(f"unused_since_ms = {since!r}: must be a number of ms since 1970")
@@ -184,11 +183,16 @@ def purge(
         with nullcontext() if dry_run else _owned(folder, lane.number, trust):
             for _, path in segment_files(folder):
                 try:
-                    _purge_segment(path, one, key, tag, since, trust, its, dry_run)
+                    _purge_segment(path, one, wanted, tags, since, trust, its, dry_run)
                 except ForeignFileError as error:
                     one.faults.append(Fault.of(path, error))
 
     return _on_each_lane(namespaces_to_change(path, namespace), PurgedLane, act)
+
+
+def _each(given: Any) -> Collection[Any]:
+    """What is given, or the only one."""
+    return given if isinstance(given, (list, tuple, set, frozenset)) else (given,)
 
 
 def _on_each_lane(
@@ -299,8 +303,8 @@ def _reason(folder: Path, error: Exception) -> str:
 def _purge_segment(
     path: Path,
     done: PurgedLane,
-    key: bytes | None,
-    tag: bytes,
+    keys: Collection[bytes] | None,
+    tags: tuple[bytes, ...],
     unused_since_ms: float | None,
     trust: Trust,
     namespace: NamespaceSurvey,
@@ -324,8 +328,8 @@ def _purge_segment(
     slots = [
         slot
         for slot, its_key, used in zip(live.slots, live.keys(), used_ms, strict=True)
-        if (key is None or its_key == key)
-        and its_key.startswith(tag)
+        if (keys is None or its_key in keys)
+        and its_key.startswith(tags)
         and (unused_since_ms is None or used < unused_since_ms)
     ]
     if slots:

@@ -137,6 +137,15 @@ def test_a_path_without_a_cache_is_a_usage_error(tmp_path: Path, name: str) -> N
     assert "holds no kvstore namespace" in error_of(name, tmp_path)
 
 
+def test_of_an_option_that_is_given_twice_neither_is_taken(tmp_path: Path) -> None:
+    keys = tmp_path / "keys.toml"
+    for tenant in ("alice", "bob"):
+        run("keys", keys, "--add", tenant)
+    said = error_of("keys", keys, "--forget", "alice", "--forget", "bob")
+    assert "--forget is given twice" in said
+    assert all(name in run("keys", keys) for name in ("alice", "bob"))
+
+
 def test_an_unknown_command_is_a_usage_error() -> None:
     error_of("frobnicate")
 

@@ -280,6 +280,18 @@ async def test_what_a_tenant_has_is_counted_and_purged_by_name(tmp_path: Path) -
             assert sum(store.contains(kvstore.tenant_keys(tenant, KEYS))) == left
 
 
+async def test_a_purge_of_several_keys_or_tenants_forgets_each_of_them(tmp_path: Path) -> None:
+    async with kvstore.open({**config(tmp_path), "tenants": {}}) as store:
+        for tenant in ("alice", "bob", "carol"):
+            its = kvstore.tenant_keys(tenant, KEYS[:10])
+            await store.put(its, [bytes(CHUNK)] * 10, durable=True)
+    keys = [option for key in its[:3] for option in ("--key", key.hex())]
+    assert "forgot 3 chunks" in run("purge", tmp_path, *keys)
+    assert "forgot 20 chunks" in run("purge", tmp_path, "--tenant", "alice", "--tenant", "bob")
+    assert purge(tmp_path, tenant="carol", key=its[3])[0].chunks == 1
+    assert purge(tmp_path, tenant=["alice", "carol"], key=its)[0].chunks == 6
+
+
 async def test_a_purge_does_not_write_into_a_file_that_others_may_write_to(tmp_path: Path) -> None:
     await fill(tmp_path, KEYS)
     segments = sorted(tmp_path.glob("*/lane-0/segment-*"))
