@@ -8,7 +8,7 @@ of its control socket halves and doubles both sizes, switches both policies, rem
 and fetches 1,000, again and again, as `kvstore ctl` does. Every completion is compared with that
 of an engine without offload. A step is the time inside kvstore from one run of the model to the
 next. Prints one JSON row with commands and one without. Exit status 1 if a token differs or a
-command failed.
+command failed. A prefetch may: what it fetches is displaced by what the engine stores.
 """
 
 from __future__ import annotations
@@ -97,6 +97,8 @@ class Operator(threading.Thread):
         self.acknowledged: list[float] = []
         self.ended: list[float] = []
         self.failed: list[str] = []
+        self.displaced = 0
+        """Fetches of which chunks found no room, or lost it."""
 
     def run(self) -> None:
         number = 0
@@ -131,7 +133,9 @@ class Operator(threading.Thread):
         while job["state"] == "running" and not self.stopped.is_set():
             job = self._client.ask("GET", f"/v1/jobs/{job['job']}?wait=1")
         self.ended.append(time.monotonic() - began)
-        if job["state"] == "failed":
+        if job["state"] == "failed" and command == "prefetch":
+            self.displaced += 1
+        elif job["state"] == "failed":
             self.failed.append(f"{command}: {job['error']}")
 
 
@@ -230,6 +234,7 @@ def run(folder: Path, options: argparse.Namespace, steered: bool) -> dict[str, A
             },
             "ended_s_worst": round(max(operator.ended), 2),
             "failed": operator.failed,
+            "fetches displaced": operator.displaced,
         }
     return told
 
