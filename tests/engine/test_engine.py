@@ -153,7 +153,7 @@ def test_the_same_moves_end_the_same_on_the_callers_loop_and_on_a_thread(tmp_pat
         (2, [True] * 2, [], True),
         (3, [True] * 6, [], True),
         (4, [True, False, True], [], False),
-        (5, [], [], False),
+        (5, [], [], True),
         (6, [], [0, 1], True),
         (7, [False] * 2, [], False),
     ]

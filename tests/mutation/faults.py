@@ -766,7 +766,7 @@ FAULTS = (
         "kvstore/maintenance/offline.py",
         (
             "a purge takes no account of the given key",
-            "if (key is None or its_key == key)",
+            "if (keys is None or its_key in keys)",
             "if its_key",
         ),
         (

@@ -229,6 +229,12 @@ ENDS = {
         store.close()
         lease.__exit__(None, None, None)
     """,
+    "a region, as a device's transfers use it": """
+        region = PinnedRegion.private(4, size)
+        region.row(1)[:] = payloads[1]
+        tensor = torch.frombuffer(region.view, dtype=torch.uint8)[size : 2 * size]
+        region.close()
+    """,
 }
 
 
@@ -240,6 +246,7 @@ def test_memory_stays_as_long_as_a_tensor_looks_at_it() -> None:
     ]
     script = f"""
 import asyncio, gc, warnings, kvstore, kvstore.api.store, numpy as np, torch
+from kvstore.tiers.pinned import PinnedRegion
 warnings.simplefilter("ignore")
 size = 1 << 20
 keys, payloads = [bytes([n]) * 20 for n in range(4)], [bytes([n]) * size for n in range(4)]

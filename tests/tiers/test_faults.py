@@ -534,3 +534,14 @@ async def test_reads_of_a_chunk_are_not_those_of_the_next_one_in_its_slot(
     await bench.close([(second, 0)])
     _, live, _ = read_index(segment_of(folder))
     assert (live.keys(), live.records["reads"].tolist()) == ([second], [0])
+
+
+async def test_a_disk_that_cannot_grow_is_told_of_though_others_are_full_on_purpose(
+    folder: Path, open_bench: OpenBench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bench = open_bench([folder / "a", folder / "b"], segments=4)
+    first, second = disk_of(bench).volumes
+    for told in ((None, "no room"), ("no room", None)):
+        for volume, its in zip((first, second), told, strict=True):
+            monkeypatch.setattr(volume, "grow", lambda its=its: its)
+        assert await bench.tier.grow() == (None, "no room")

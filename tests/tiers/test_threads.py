@@ -246,7 +246,6 @@ async def test_what_either_part_raises_is_told_after_all_have_ended_and_costs_no
 ) -> None:
     told: list[str] = []
     (sound,) = told_of(told, "sound")
-    sound.opened.set()
 
     def fails() -> Parts[str]:
         if part == "second":
@@ -256,6 +255,10 @@ async def test_what_either_part_raises_is_told_after_all_have_ended_and_costs_no
     threads = pool(1)
     operations: list[Callable[[], Parts[str]]] = [fails, sound]
     job = asyncio.ensure_future(threads.run_cut(lambda: operations, load=True))
+    await sound.has_begun()
+    await asyncio.sleep(0.01)
+    assert not job.done(), "the job ended before all of its operations had"
+    sound.opened.set()
     done, _ = await asyncio.wait({job}, timeout=PATIENCE)
     assert done, "the job of an operation that raised never ends"
     with pytest.raises(ZeroDivisionError):

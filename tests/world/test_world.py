@@ -304,7 +304,7 @@ def _(patch: pytest.MonkeyPatch) -> None:
     shape={"server": True},
 )
 def _(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr("kvstore.tiers.remote.tier.MOST_BAD", 0)
+    patch.setattr("kvstore.tiers.remote.suspects.MOST_KEYS", 0)
 
 
 @without(

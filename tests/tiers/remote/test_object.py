@@ -7,6 +7,7 @@ import os
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -571,3 +572,32 @@ async def test_each_wave_of_a_question_has_its_time_and_what_was_answered_counts
         assert (await tier.holds(keys)).unread == range(100)
     finally:
         await tier.close([])
+
+
+def test_a_value_is_suspected_for_a_while(monkeypatch: pytest.MonkeyPatch) -> None:
+    """For none if it could not be read for the first time; several in a row are the store's."""
+    now = 0.0
+    monkeypatch.setattr(suspects, "time", SimpleNamespace(monotonic=lambda: now))
+    known, keys = suspects.Suspects(), [key_of(n) for n in range(4)]
+    wrong, unread = (b"", "wrong"), (Unread("cut off"), "cut off")
+
+    def read(*found: tuple[object, str | None]) -> bool:
+        return known.was_read(keys[: len(found)], *zip(*found, strict=True))
+
+    read(wrong, unread, (None, "gone"), (b"", None))
+    assert [known.missing(key) for key in keys] == [True, False, False, False]
+    assert [known.invalid([key]) for key in keys] == [True, True, False, False]
+    read(wrong, unread)
+    assert [known.missing(key) for key in keys] == [True, True, False, False]
+    now = suspects.LASTS
+    assert [known.missing(key) for key in keys] == [False] * 4
+    assert known.replaceable(keys[:1])
+    assert not read(unread, unread, unread)
+    assert not read((b"", None))
+    assert not known.was_read(keys[3:], *zip(unread, strict=True)), "one could be read since"
+    assert read(unread, unread, unread)
+    assert not known.was_read(keys[:1], [None], ["gone"])
+    # The oldest are forgotten.
+    monkeypatch.setattr(suspects, "MOST_KEYS", 2)
+    read(wrong, wrong, wrong)
+    assert [known.invalid([key]) for key in keys] == [False, True, True, False]

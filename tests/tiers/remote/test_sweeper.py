@@ -500,3 +500,19 @@ def test_of_each_partition_the_oldest_go(
         staying = [since // width for partition, since in left if partition == place]
         going = [since // width for partition, since in gone if partition == place]
         assert not staying or not going or max(going) <= min(staying)
+
+
+async def test_a_removal_without_an_answer_is_given_up(
+    opened: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tier, keys = (bench := opened()).tier, keys_of(range(ROOM))
+    await store(bench, keys)
+    tier._timeout = 0.2
+    monkeypatch.setattr(sweeper, "MOST_REFUSED", 1)
+
+    async def remove(self: DirectoryClient, names: Any) -> None:
+        await asyncio.Event().wait()
+
+    monkeypatch.setattr(DirectoryClient, "remove", remove)
+    assert await asyncio.wait_for(tier.erase(keys[:1]), PATIENCE) == "no answer within 0.2 s"
+    await asyncio.wait_for(tier.sweep(), PATIENCE)
