@@ -842,7 +842,7 @@ FAULTS = (
         ),
         (
             "a damaged value is never replaced",
-            "replaced = self._suspects.replaceable(keys)",
+            "replaced = self._suspects.must_replace(keys)",
             "replaced = False",
         ),
         (

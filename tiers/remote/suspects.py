@@ -50,7 +50,7 @@ class Suspects:
         """Whether one of these keys had an invalid value when it was read last."""
         return any(key in self._invalid for key in keys)
 
-    def replaceable(self, keys: Iterable[bytes]) -> bool:
+    def must_replace(self, keys: Iterable[bytes]) -> bool:
         """Whether a write of these keys has to replace what is there."""
         return any(key in self._invalid or self.may_return(key) for key in keys)
 

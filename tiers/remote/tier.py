@@ -328,7 +328,7 @@ class StoreTier(Tier):
 
         def put(client: StoreClient) -> Coroutine[Any, Any, list[str | None]]:
             nonlocal replaced
-            replaced = self._suspects.replaceable(keys)
+            replaced = self._suspects.must_replace(keys)
             return self._put(named, seed, coder, replaced, client)
 
         try:

@@ -591,7 +591,7 @@ def test_a_value_is_suspected_for_a_while(monkeypatch: pytest.MonkeyPatch) -> No
     assert [known.missing(key) for key in keys] == [True, True, False, False]
     now = suspects.LASTS
     assert [known.missing(key) for key in keys] == [False] * 4
-    assert known.replaceable(keys[:1])
+    assert known.must_replace(keys[:1])
     assert not read(unread, unread, unread)
     assert not read((b"", None))
     assert not known.was_read(keys[3:], *zip(unread, strict=True)), "one could be read since"
