@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import errno
 import heapq
 import mmap
 import os
@@ -199,9 +200,14 @@ class MappedFileBackend(RowBackend):
             fd = os.open(self.path, flags, 0o600)
         except (OSError, ValueError) as error:
             raise PathUnusableError(f"{self.path}: {_reason(error)}") from error
+        size = num_blocks * row_bytes
         try:
-            os.posix_fallocate(fd, 0, num_blocks * row_bytes)
-            self._memory = mmap.mmap(fd, num_blocks * row_bytes)
+            disk = os.fstatvfs(fd)
+            if disk.f_blocks and size > disk.f_bavail * disk.f_frsize:
+                # Until it fails, an allocation takes all that there is from everybody else.
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            os.posix_fallocate(fd, 0, size)
+            self._memory = mmap.mmap(fd, size)
         except (OSError, OverflowError, ValueError) as error:
             self.path.unlink()
             raise PathUnusableError(f"{self.path}: {_reason(error)}") from error
