@@ -28,7 +28,7 @@ from kvstore.tiers.disk.io.base import read_bytes
 from kvstore.tiers.disk.places import Places
 from kvstore.tiers.disk.watch import IN_TURN, Watch
 from kvstore.types import Changes
-from tests.patience import PATIENCE, TOO_LONG
+from tests.patience import PATIENCE, TOO_LONG, until_async
 from tests.tiers.conftest import OpenBench
 from tests.tiers.support import ROWS, SEGMENT, SLOTS, disk_of, lane_of, segment_of
 
@@ -542,8 +542,15 @@ async def test_lanes_are_read_by_the_threads_of_their_own_path(
     one, other = follower.bench.tier.volumes  # type: ignore[attr-defined]
     assert await follower.read(*keys[:ROWS]) == [True] * ROWS
     gate = threading.Event()
-    held = asyncio.ensure_future(one.threads.run(partial(gate.wait, TOO_LONG)))
-    await asyncio.sleep(0)
+    begun = threading.Event()
+
+    def hold() -> bool:
+        begun.set()
+        return gate.wait(TOO_LONG)
+
+    held = asyncio.ensure_future(one.threads.run(hold))
+    # A read that came before it had begun would go first.
+    await until_async(begun.is_set)
     # What lies on the other path does not wait.
     async with asyncio.timeout(PATIENCE):
         assert await follower.read(*keys[SLOTS:]) == [True] * SLOTS
