@@ -256,12 +256,15 @@ def _purge(command: argparse.ArgumentParser) -> None:
     command.add_argument("--yes", action="store_true", help="do not ask on a terminal")
     command.add_argument("--namespace", help="only in the namespace of that name")
     command.add_argument("--unused", metavar="AGE", help="only chunks not used for 36h, 7d, ...")
-    for option, name, what in (
-        ("--key", "HEX", "the chunk of that key"),
-        ("--tenant", "NAME", "the chunks of that tenant"),
-    ):
-        told = f"only {what}; may be repeated"
-        command.add_argument(option, metavar=name, action="append", help=told)
+    command.add_argument(
+        "--key", metavar="HEX", action="append", help="only the chunk of that key; may be repeated"
+    )
+    command.add_argument(
+        "--tenant",
+        metavar="NAME",
+        action="append",
+        help="only the chunks of that tenant; may be repeated",
+    )
     command.add_argument("--all", action="store_true", help="every chunk")
     command.set_defaults(run=run_purge)
 

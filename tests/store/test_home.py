@@ -8,6 +8,7 @@ import inspect
 import os
 import threading
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -76,7 +77,7 @@ async def test_calls_from_another_thread_are_refused(open_store: Open) -> None:
     async with open_store() as store:
         await store.put(KEYS, payloads(KEYS))
         for method in CALLS:
-            error = in_thread(lambda: do(store, method))  # noqa: B023
+            error = in_thread(partial(do, store, method))
             assert isinstance(error, KVStoreError), method
             assert "belongs to the loop of thread 'MainThread'" in str(error), method
             assert "'another'" in str(error), method

@@ -16,6 +16,7 @@ import time
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -490,7 +491,7 @@ def test_calls_on_the_stores_own_thread_are_refused_and_not_waited_for(open_sync
     with open_sync() as store:
         for call in [*CALLS.values(), SyncStore.close]:
             with pytest.raises(KVStoreError, match="the store's own loop"):
-                store._calls.ask(lambda: call(store))  # noqa: B023
+                store._calls.ask(partial(call, store))
         still_works(store)
 
 
