@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import errno
 import heapq
 import mmap
 import os
@@ -25,6 +24,7 @@ import numpy.typing as npt
 
 from kvstore.connector.mediums import HostLoadStoreSpec, LoadStoreSpec
 from kvstore.errors import ConfigError, PathUnusableError
+from kvstore.tiers.disk.io.base import check_room
 from kvstore.tiers.pinned import PinnedRegion, round_to_page
 
 __all__ = [
@@ -202,10 +202,7 @@ class MappedFileBackend(RowBackend):
             raise PathUnusableError(f"{self.path}: {_reason(error)}") from error
         size = num_blocks * row_bytes
         try:
-            disk = os.fstatvfs(fd)
-            if disk.f_blocks and size > disk.f_bavail * disk.f_frsize:
-                # Until it fails, an allocation takes all that there is from everybody else.
-                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            check_room(fd, size)
             os.posix_fallocate(fd, 0, size)
             self._memory = mmap.mmap(fd, size)
         except (OSError, OverflowError, ValueError) as error:

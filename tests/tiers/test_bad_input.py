@@ -232,13 +232,26 @@ def test_a_read_only_file_system_is_refused(
     assert "Read-only file system" in message
 
 
-@pytest.mark.parametrize("filled", [False, True])
-def test_a_disk_with_no_room_for_a_segment_is_refused(
-    small_disk: Callable[[int], Path], refused: Callable[..., str], filled: bool
+def quota(fd: int, offset: int, size: int) -> None:
+    os.ftruncate(fd, offset + size)
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+@pytest.mark.parametrize("fault", ["small", "full", "quota"])
+def test_a_disk_with_no_room_for_a_segment_is_refused_and_keeps_what_room_it_has(
+    small_disk: Callable[[int], Path],
+    refused: Callable[..., str],
+    monkeypatch: pytest.MonkeyPatch,
+    fault: str,
 ) -> None:
-    path = small_disk(64 * 1024 if filled else SEGMENT // 2)
-    if filled:
+    path = small_disk({"small": SEGMENT // 2, "full": 64 * 1024, "quota": 2 * SEGMENT}[fault])
+    if fault == "full":
         fill(path)
+    if fault == "quota":
+        monkeypatch.setattr(os, "posix_fallocate", quota)
+    else:
+        # Until it fails, it takes the rest of the disk from everybody else.
+        monkeypatch.delattr(os, "posix_fallocate")
     message = refused(PathUnusableError, path)
     assert str(path) in message
     assert "No space left on device" in message

@@ -31,7 +31,7 @@ from kvstore.tiers.disk.format import (
 )
 from kvstore.tiers.disk.index import IndexFile
 from kvstore.tiers.disk.io import IOBackend
-from kvstore.tiers.disk.io.base import read_bytes, write_whole
+from kvstore.tiers.disk.io.base import check_room, read_bytes, write_whole
 from kvstore.tiers.disk.trust import STRICT, Trust, hand_over, sync_folder
 
 __all__ = ["Segment", "is_probe", "read_header", "remove_file", "segment_files"]
@@ -346,6 +346,7 @@ def _write_in_place(fd: int) -> None:
 
 def _allocate(fd: int, size: int) -> None:
     """Give the file its size with all space allocated, so that no later write meets ENOSPC."""
+    check_room(fd, size)
     try:
         os.posix_fallocate(fd, 0, size)
     except OSError as error:

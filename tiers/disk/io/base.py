@@ -19,6 +19,7 @@ __all__ = [
     "Later",
     "Moved",
     "UnderWay",
+    "check_room",
     "moved",
     "read_bytes",
     "read_whole",
@@ -146,6 +147,21 @@ class Later(UnderWay):
 def moved(request: IORequest, count: int, hashed: int) -> Moved:
     """`count` bytes of a request were moved; their digests are made, if `hashed` bytes are."""
     return Moved(count, digests(request.buffers, hashed, count) if hashed else ())
+
+
+def check_room(fd: int, size: int) -> None:
+    """Refuse to let a file grow to `size` bytes where its disk has no room for that.
+
+    An allocation that fails takes all that there is from everybody else until it does.
+
+    Raises:
+        OSError: ENOSPC if there is no room; else as the system says.
+    """
+    disk, taken = os.statvfs(fd), os.fstat(fd).st_blocks * 512
+    free = (disk.f_bavail if os.geteuid() else disk.f_bfree) * disk.f_frsize
+    # A file system that does not tell its size says 0.
+    if disk.f_blocks and size - taken > free:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
 def read_whole(fd: int, buffers: Sequence[memoryview], offset: int) -> int:
