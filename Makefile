@@ -7,11 +7,10 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 PIP := $(BIN)/python -m pip --disable-pip-version-check -qq
 
-# One worker more than there are cores, as many tests wait for a disk, a server or a
-# deadline; the tests of one file run in one of them. What is skipped is listed with
-# its reason. A worker that crashes ends the run. Threads that wait by spinning would
-# take the cores from other tests.
-WORKERS ?= $(shell expr $$(env -u OMP_NUM_THREADS nproc) + 1)
+# One worker for each core; the tests of one file run in one of them. What is skipped is
+# listed with its reason. A worker that crashes ends the run. Threads that wait by spinning
+# would take the cores from other tests.
+WORKERS ?= $(shell env -u OMP_NUM_THREADS nproc)
 TESTS := OPENBLAS_NUM_THREADS=1 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --no-loadscope-reorder --max-worker-restart=0 -rs
 
 # vLLM 0.33, put before the installed 0.32 by PYTHONPATH: see tests/vllm/overlay.py.
@@ -27,7 +26,11 @@ export PYTHONDONTWRITEBYTECODE :=
 OLDER := 0.31.0 0.30.0 0.29.0
 OF_OLDER := $(addprefix tests/vllm/test_,whole.py version.py manager.py worker.py device_worker.py layout.py pause.py)
 
-.PHONY: help setup demo test quick check unit vllm vllm33 sglang lmcache libcachesim vllm-versions $(OLDER:%=vllm-%) native figures engine gpu kill reset simulation world files programs soak flapping fuzz inputs sanitize mutation store-servers docs dist clean
+# What runs beside the main tests, with half as many workers: many tests wait for a disk, a server or a deadline.
+PEERS := sglang lmcache libcachesim vllm33
+FEWER := $(shell expr \( $(WORKERS) + 1 \) / 2)
+
+.PHONY: help setup demo test main peers quick check unit vllm vllm33 sglang lmcache libcachesim vllm-versions $(OLDER:%=vllm-%) native figures engine gpu kill reset simulation world files programs soak flapping fuzz inputs sanitize mutation store-servers docs dist clean
 
 # A real vLLM engine over host memory and disk, on the CPU, and what was saved.
 demo: $(READY)
@@ -41,8 +44,18 @@ help:
 
 # Every check and test, on vLLM 0.32 and 0.33, below SGLang and LMCache, and beside libCacheSim.
 test: check
+	@$(MAKE) --no-print-directory -j2 main peers
+
+# The tests on vLLM 0.32.
+main: $(READY)
 	@$(TESTS) -m "not slow"
-	@$(MAKE) --no-print-directory sglang lmcache libcachesim vllm33
+
+# The tests on others, each with a line when it has passed and all that it printed when not.
+peers: $(READY)
+	@for peer in $(PEERS); do \
+	    $(MAKE) --no-print-directory $$peer WORKERS=$(FEWER) >.peer.log 2>&1 || { cat .peer.log; exit 1; }; \
+	    grep -E "^SKIPPED|^[0-9]+ passed|cannot be installed" .peer.log | sed "s/^/$$peer: /"; \
+	done
 
 # What starts no engine and no server: some minutes.
 QUICK := tests/core tests/policies tests/simulation tests/device tests/test_import.py tests/test_docs.py tests/test_config.py
@@ -185,7 +198,7 @@ dist: $(READY)
 
 # Remove what was set up.
 clean:
-	rm -rf dist build $(VENV) .vllm-* .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf dist build $(VENV) .peer.log .vllm-* .mypy_cache .ruff_cache .pytest_cache .hypothesis
 
 # The environment alone, in .venv: 4 GB.
 setup: $(READY)
