@@ -291,8 +291,7 @@ async def test_an_import_fills_the_slots_that_are_free_in_its_lane(tmp_path: Pat
     capacity = 2**20
     assert import_bundle(file, there, capacity_bytes=capacity).stored == len(KEYS)
     held = sum(path.stat().st_size for path in there.rglob("*") if path.is_file())
-    for key in KEYS[:5]:
-        purge(there, key=key)
+    purge(there, key=KEYS[:5])
     done = import_bundle(file, there, capacity_bytes=held)
     assert (done.there, done.stored) == (len(KEYS) - 5, len(KEYS))
 

@@ -63,8 +63,7 @@ async def sparse_cache(path: Path) -> set[bytes]:
     """A cache in which two thirds of the chunks were purged at random; returns who is left."""
     await fill(path, KEYS)
     left = set(random.Random(3).sample(KEYS, 40))
-    for key in set(KEYS) - left:
-        purge(path, key=key)
+    purge(path, key=set(KEYS) - left)
     return left
 
 
@@ -100,8 +99,7 @@ async def test_compaction_after_a_reset_loses_nothing_and_keeps_what_was_forgott
 async def test_compaction_puts_chunks_that_follow_each_other_side_by_side(tmp_path: Path) -> None:
     shuffled = random.Random(5).sample(KEYS, len(KEYS))
     await fill(tmp_path, shuffled)
-    for key in shuffled[::3]:
-        purge(tmp_path, key=key)
+    purge(tmp_path, key=shuffled[::3])
     (done,) = compact(tmp_path)
     assert done.result is not None
     before, after = done.result.before, done.result.after
