@@ -7,10 +7,12 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 PIP := $(BIN)/python -m pip --disable-pip-version-check -qq
 
-# One worker for each core; the tests of one file run in one of them. What is skipped is
-# listed with its reason. A worker that crashes ends the run. Threads that wait by spinning
-# would take the cores from other tests.
-WORKERS ?= $(shell env -u OMP_NUM_THREADS nproc)
+# One worker more than there are cores, as many tests wait for a disk, a server or a
+# deadline; the tests of one file run in one of them. What is skipped is listed with
+# its reason. A worker that crashes ends the run. Threads that wait by spinning would
+# take the cores from other tests.
+CORES := $(shell env -u OMP_NUM_THREADS nproc)
+WORKERS ?= $(shell expr $(CORES) + 1)
 TESTS := OPENBLAS_NUM_THREADS=1 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --no-loadscope-reorder --max-worker-restart=0 -rs
 
 # vLLM 0.33, put before the installed 0.32 by PYTHONPATH: see tests/vllm/overlay.py.
@@ -26,9 +28,9 @@ export PYTHONDONTWRITEBYTECODE :=
 OLDER := 0.31.0 0.30.0 0.29.0
 OF_OLDER := $(addprefix tests/vllm/test_,whole.py version.py manager.py worker.py device_worker.py layout.py pause.py)
 
-# What runs beside the main tests, with half as many workers: many tests wait for a disk, a server or a deadline.
+# What runs beside the main tests, with a worker for every second core.
 PEERS := sglang lmcache libcachesim vllm33
-FEWER := $(shell expr \( $(WORKERS) + 1 \) / 2)
+FEWER := $(shell expr \( $(CORES) + 1 \) / 2)
 
 .PHONY: help setup demo test main peers quick check unit vllm vllm33 sglang lmcache libcachesim vllm-versions $(OLDER:%=vllm-%) native figures engine gpu kill reset simulation world files programs soak flapping fuzz inputs sanitize mutation store-servers docs dist clean
 

@@ -7,6 +7,7 @@ import json
 import subprocess
 import sys
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -98,8 +99,13 @@ def sources(*folders: str) -> Iterator[Path]:
         yield from sorted((HOME / folder).rglob("*.py"))
 
 
-def imports_of(file: Path) -> Iterator[tuple[int, str]]:
+@cache
+def imports_of(file: Path) -> list[tuple[int, str]]:
     """(line, module) of every import in a file, wherever it stands."""
+    return list(found_in(file))
+
+
+def found_in(file: Path) -> Iterator[tuple[int, str]]:
     package = ".".join(file.relative_to(HOME).parent.parts)
     for node in ast.walk(ast.parse(file.read_text(), str(file))):
         if isinstance(node, ast.Import):

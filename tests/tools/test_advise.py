@@ -25,7 +25,7 @@ from tests.tools.support import error_of, json_of, run
 CHUNK = 4096
 
 
-def conversations(path: Path, *, users: int = 60, turns: int = 6, seed: int = 3) -> Path:
+def conversations(path: Path, *, users: int = 30, turns: int = 6, seed: int = 3) -> Path:
     """A trace of conversations that go on in turn; some prompts are never seen again."""
     chance = random.Random(seed)
     said: dict[int, list[int]] = {}
@@ -77,8 +77,9 @@ async def test_a_real_store_hits_as_often_as_was_said(
 
 
 def test_what_it_prints_can_be_put_into_a_file(
-    trace: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    trace = conversations(tmp_path / "trace.jsonl", users=60)
     text = run("advise", trace, "--chunk-bytes", "2MiB", "--host", "10%")
     values = tomllib.loads(text[text.index("chunk_bytes =") :])
     assert Config.from_mapping(values).cpu_bytes_to_use == values["cpu_bytes_to_use"]

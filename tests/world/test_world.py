@@ -114,7 +114,7 @@ def _(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Sweeper, "_remove_oldest", nothing)
 
 
-@without("records are of one epoch")
+@without("records are of one epoch", first=23)
 def _(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(LiveRecords, "of_epoch", lambda self, *epochs: self)
     chunks = IndexFile.chunks
@@ -126,12 +126,12 @@ def _(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(IndexFile, "chunks", any_epoch)
 
 
-@without("a reset is on the medium before it ends")
+@without("a reset is on the medium before it ends", first=11)
 def _(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(epoch, "_write", lambda folder, number: None)
 
 
-@without("a lane has one owner", often=["start"], shape={"server": False})
+@without("a lane has one owner", first=38, often=["start"], shape={"server": False})
 def _(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(lane, "_locked", lambda fd, kind: True)
 
@@ -194,6 +194,7 @@ def _(patch: pytest.MonkeyPatch) -> None:
 
 @without(
     "what is durable is on a disk of one's own",
+    first=44,
     often=["put"],
     shape={"roomy": True, "share": True, "server": False, "calm": True},
 )
@@ -214,7 +215,7 @@ def _(patch: pytest.MonkeyPatch) -> None:
 
 @without(
     "a durable put waits for the disk",
-    first=11,
+    first=44,
     often=["put"],
     shape={"roomy": True, "share": True, "server": False, "calm": True},
 )
@@ -225,7 +226,7 @@ def _(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Puts, "save", save)
 
 
-@without("a record that is moved keeps its epoch")
+@without("a record that is moved keeps its epoch", first=28)
 def _(patch: pytest.MonkeyPatch) -> None:
     place = IndexFile.place
 
@@ -283,6 +284,7 @@ def _(patch: pytest.MonkeyPatch) -> None:
 
 @without(
     "a slot that cannot be written is set aside",
+    first=8,
     only="bad",
     without=["pin", "control", "freeze", "kill", "end"],
     shape={"server": False},
@@ -309,6 +311,7 @@ def _(patch: pytest.MonkeyPatch) -> None:
 
 @without(
     "a segment that lacks a descriptor is no foreign file",
+    first=41,
     only="descriptors",
     without=["relieve"],
     shape={"roomy": False, "alone": True, "server": False},
