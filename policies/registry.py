@@ -60,6 +60,8 @@ class Registry(Generic[_T]):
         self.base = base
         self.group = group
         self.classes: dict[str, type[_T]] = {}
+        # To find them takes long: the files of all installed packages are read.
+        self._provided: dict[str, type[_T]] = {}
 
     def register(self, cls: _C) -> _C:
         """Class decorator: make a class known under its `name`.
@@ -83,8 +85,8 @@ class Registry(Generic[_T]):
         return sorted(found | self.classes.keys())
 
     def has(self, name: str) -> bool:
-        """Whether `names` includes it. For registered names this does not scan all packages."""
-        return name in self.classes or name in self.names()
+        """Whether `names` includes it. For names known so far this does not scan all packages."""
+        return name in self.classes or name in self._provided or name in self.names()
 
     def find(self, name: str) -> type[_T]:
         """Return the class called `name`.
@@ -93,7 +95,8 @@ class Registry(Generic[_T]):
             ValueError: if there is none (the message lists all names), or if the package
                 that provides it cannot be loaded.
         """
-        cls: object = self.classes.get(name)
+        known = self.classes.get(name) or self._provided.get(name)
+        cls: object = known
         if cls is None:
             for point in entry_points(group=self.group):
                 if point.name == name:
@@ -106,7 +109,10 @@ class Registry(Generic[_T]):
                     break
         if cls is None:
             raise ValueError(f"unknown {self.kind} {name!r}; known are: {', '.join(self.names())}")
-        return self._check(name, cls)
+        found = self._check(name, cls)
+        if known is None:
+            self._provided[name] = found
+        return found
 
     def _check(self, name: str, cls: object) -> type[_T]:
         if isinstance(cls, type) and issubclass(cls, self.base):

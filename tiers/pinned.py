@@ -36,8 +36,9 @@ __all__ = ["PAGE", "PinnedRegion", "RegionShape", "round_to_page"]
 
 logger = logging.getLogger("kvstore.host")
 
-WORTH_A_LINE = 2**30
-"""Size in bytes from which the allocation of a region is logged."""
+LARGE = 2**30
+"""Size in bytes from which it is logged how a region was allocated, and told how much of it is in
+huge pages: to learn that, the system walks all memory of the process."""
 
 
 def round_to_page(size: int) -> int:
@@ -82,7 +83,7 @@ class PinnedRegion:
         stride: bytes from the beginning of a row to that of the next.
         size: bytes of all rows and tails.
         address: address of row 0.
-        huge_bytes: bytes of the region in huge pages.
+        huge_bytes: bytes of a large region in huge pages; None for a smaller one.
         registered: whether CUDA knows the memory as pinned.
     """
 
@@ -95,7 +96,7 @@ class PinnedRegion:
         self._bytes: npt.NDArray[np.uint8] | None = np.frombuffer(memory, np.uint8)[: self.size]
         self._view: memoryview | None = memoryview(memory)[: self.size]
         self.address = int(self._bytes.ctypes.data)
-        self.huge_bytes = 0
+        self.huge_bytes: int | None = None
 
     @classmethod
     def private(cls, rows: int, row_bytes: int, tail_bytes: int = 0) -> PinnedRegion:
@@ -208,9 +209,10 @@ class PinnedRegion:
     @property
     def description(self) -> str:
         """Size, pages and registration in a few words."""
-        huge = round(100 * min(self.huge_bytes, self.size) / self.size)
-        pinned = ", registered with CUDA" if self.registered else ""
-        return f"{self.rows} rows of {self.row_bytes} B, {huge} % huge pages{pinned}"
+        told = f"{self.rows} rows of {self.row_bytes} B"
+        if self.huge_bytes is not None:
+            told += f", {round(100 * min(self.huge_bytes, self.size) / self.size)} % huge pages"
+        return f"{told}, registered with CUDA" if self.registered else told
 
     @property
     def registered(self) -> bool:
@@ -279,8 +281,8 @@ class PinnedRegion:
                 ) from error
             raise
         seconds = time.perf_counter() - started
-        self.huge_bytes = backed_by_huge_pages(self.address)
-        if self.size >= WORTH_A_LINE:
+        if self.size >= LARGE:
+            self.huge_bytes = backed_by_huge_pages(self.address)
             pace = self.size / 1e9 / max(seconds, 1e-9)
             logger.info(
                 "%.2f GB of host memory ready in %.2f s (%.1f GB/s)",

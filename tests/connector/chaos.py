@@ -222,11 +222,6 @@ class ChaosSpec(KVStoreSpec):
             self._host = self._region(scheduler=False)
         return self._host
 
-    def _region(self, *, scheduler: bool) -> PinnedRegion:
-        # To learn how much of a few pages is huge, the maps of all the process would be read.
-        with patch("kvstore.tiers.pinned.backed_by_huge_pages", lambda address: 0):
-            return super()._region(scheduler=scheduler)
-
     def close(self) -> None:
         """Nobody looks at host memory any more."""
         if self._host is not None:

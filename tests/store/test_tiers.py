@@ -86,6 +86,7 @@ def shelf(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     (info / "entry_points.txt").write_text("[kvstore.tiers]\nshelf = shelf:Shelf\n")
     monkeypatch.syspath_prepend(tmp_path / "site")
     monkeypatch.setattr(tiering._kinds, "classes", dict(tiering._kinds.classes))
+    monkeypatch.setattr(tiering._kinds, "_provided", {})
     yield
     sys.modules.pop("shelf", None)
 

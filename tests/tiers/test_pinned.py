@@ -66,7 +66,6 @@ def test_a_region_is_rows_of_zeros_at_page_boundaries(region: PinnedRegion) -> N
     assert not region.array.any()
     assert len(region.view) == ROWS * ROW
     assert f"{ROWS} rows of {ROW} B" in region.description
-    assert "% huge pages" in region.description
     assert not region.claim_tails(), "nobody may write behind rows where there are no tails"
 
 
@@ -158,13 +157,17 @@ def test_a_closed_region_leaves_no_descriptor(name: str) -> None:
     assert descriptors() <= before
 
 
-def test_huge_pages_are_reported_as_the_system_gave_them() -> None:
+def test_huge_pages_of_a_large_region_are_told_as_the_system_gave_them(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(kvstore.tiers.pinned, "LARGE", 2**25)
     mode = Path("/sys/kernel/mm/transparent_hugepage/enabled")
     if not mode.exists() or "[never]" in mode.read_text():
         pytest.skip("this system gives no transparent huge pages")
     region = PinnedRegion.private(32, 2**20)
     try:
-        assert region.huge_bytes >= 0
+        assert region.huge_bytes is not None
+        assert "% huge pages" in region.description
         if not region.huge_bytes:
             pytest.skip("the system had no huge page free")
         assert region.huge_bytes % (2 * 2**20) == 0
@@ -316,7 +319,7 @@ def test_large_memory_is_touched_whole_by_several_threads_from_any_share_on(
 def test_the_pace_of_large_memory_is_in_the_log(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(kvstore.tiers.pinned, "WORTH_A_LINE", 2**20)
+    monkeypatch.setattr(kvstore.tiers.pinned, "LARGE", 2**20)
     with caplog.at_level("INFO", "kvstore"):
         PinnedRegion.private(256, PAGE).close()
         PinnedRegion.private(255, PAGE).close()

@@ -101,9 +101,8 @@ def alive(
         mortal = SimpleNamespace(suppress=lambda *kinds: contextlib.suppress(Exception))
         put(kvstore.api.portal, "contextlib", mortal)
         put(kvstore.tiers.pinned, "claimed", lambda size: contextlib.nullcontext())
-        # They read the files of all packages, and of every mapping, each time a server starts.
+        # It reads the files of all packages each time a server starts.
         put(registry, "entry_points", functools.cache(entry_points))
-        put(kvstore.tiers.pinned, "backed_by_huge_pages", lambda address: 0)
         for place in (kvstore.concurrency, asyncio):
             put(place, "new_event_loop", _for_us(simulated.Loop, place.new_event_loop))
         for kind in (simulated.Thread, simulated.Lock, simulated.Loop):
