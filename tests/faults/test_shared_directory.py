@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from kvstore.testing.bench import TierBench, key_of
-from kvstore.tiers.remote.mount import MARK
+from kvstore.tiers.remote.mount import MARK, Mount
 from kvstore.tiers.remote.object import ObjectTier
 from kvstore.types import TierPlace
 from tests.tiers.support import give_away, link_to, open_to_all
@@ -56,6 +56,29 @@ async def test_nothing_goes_below_a_mount_point_once_its_file_system_is_gone(
     assert (await bench.tier.holds([key_of(1)])).error
     assert await bench.tier.erase([key_of(1)]), "it would be there again with the share"
     assert not [path for path in share.rglob("*") if path.is_file()]
+    await bench.close()
+
+
+@pytest.mark.parametrize("stored", [False, True])
+async def test_a_share_that_is_unmounted_amid_a_call_is_away(
+    mount: Mounting, monkeypatch: pytest.MonkeyPatch, *, stored: bool
+) -> None:
+    share = tmpfs(mount)
+    bench = bench_on(share)
+    assert await stores(bench, 1)
+    enter = Mount.enter
+
+    def unmounted(self: Mount, below: str, *, make: bool) -> int:
+        if share.is_mount():
+            subprocess.run(["umount", "-l", share], check=True)
+        return enter(self, below, make=make)
+
+    monkeypatch.setattr(Mount, "enter", unmounted)
+    if stored:
+        assert not await stores(bench, 2)
+    else:
+        assert await bench.tier.erase([key_of(1)]), "it would be there again with the share"
+    assert not list(share.iterdir())
     await bench.close()
 
 

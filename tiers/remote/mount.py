@@ -95,6 +95,7 @@ class Mount:
 
         Raises:
             FileNotFoundError: if it is missing and not created.
+            StoreError: if another file system is there.
             OSError: if it cannot be opened or created, is not trusted, or is on another file
                 system.
         """
@@ -104,6 +105,8 @@ class Mount:
         except FileNotFoundError:
             if not make:
                 raise
+            # Nothing is made below a mount point whose file system is gone by now.
+            self.check()
             parts = folder.relative_to(self.directory).parts
             for count in range(len(parts)):
                 above = self.directory.joinpath(*parts[:count])
