@@ -15,6 +15,7 @@ from kvstore.policies import (
     filter_names,
     find_filter,
     find_policy,
+    has_policy,
     parameters_of,
     policy_names,
     register_filter,
@@ -33,6 +34,7 @@ def own_registry(monkeypatch: pytest.MonkeyPatch) -> None:
     """What a test registers is forgotten after it."""
     for registry in (registry_module._policies, registry_module._filters):
         monkeypatch.setattr(registry, "classes", dict(registry.classes))
+        monkeypatch.setattr(registry, "_provided", {})
 
 
 @pytest.fixture
@@ -106,6 +108,17 @@ def test_a_name_that_is_taken_is_refused_and_says_by_whom() -> None:
     with pytest.raises(ValueError, match="'lru' is already taken by LRU"):
         register_policy(Impostor)
     assert type(create_policy("lru", 1)) is LRU
+
+
+def test_the_files_of_all_packages_are_read_once_for_a_name(
+    install: Install, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    install("ring_package", RING, "ring = ring_package:Ring")
+    ring = find_policy("ring")
+    monkeypatch.delattr(registry_module, "entry_points")
+    assert has_policy("ring")
+    assert find_policy("ring") is ring
+    assert type(create_policy("ring", 1)) is ring
 
 
 @pytest.mark.parametrize("name", [None, "", 7])

@@ -66,6 +66,7 @@ def test_a_region_is_rows_of_zeros_at_page_boundaries(region: PinnedRegion) -> N
     assert not region.array.any()
     assert len(region.view) == ROWS * ROW
     assert f"{ROWS} rows of {ROW} B" in region.description
+    assert "huge pages" not in region.description, "all memory of the process would be walked"
     assert not region.claim_tails(), "nobody may write behind rows where there are no tails"
 
 
