@@ -30,7 +30,7 @@ OF_OLDER := $(addprefix tests/vllm/test_,whole.py version.py manager.py worker.p
 
 # What runs beside the main tests, with a worker for every second core.
 PEERS := sglang lmcache libcachesim vllm33
-FEWER := $(shell expr \( $(CORES) + 1 \) / 2)
+PEER_WORKERS ?= $(shell expr \( $(CORES) + 1 \) / 2)
 
 .PHONY: help setup demo test main peers quick check unit vllm vllm33 sglang lmcache libcachesim vllm-versions $(OLDER:%=vllm-%) native figures engine gpu kill reset simulation world files programs soak flapping fuzz inputs sanitize mutation store-servers docs dist clean
 
@@ -54,9 +54,9 @@ main: $(READY)
 
 # The tests on others, each with a line when it has passed and all that it printed when not.
 peers: $(READY)
-	@for peer in $(PEERS); do \
-	    $(MAKE) --no-print-directory $$peer WORKERS=$(FEWER) >.peer.log 2>&1 || { cat .peer.log; exit 1; }; \
-	    grep -E "^SKIPPED|^[0-9]+ passed|cannot be installed" .peer.log | sed "s/^/$$peer: /"; \
+	@log=$$(mktemp) && trap 'rm -f "$$log"' EXIT && for peer in $(PEERS); do \
+	    $(MAKE) --no-print-directory $$peer WORKERS=$(PEER_WORKERS) >"$$log" 2>&1 || { cat "$$log"; exit 1; }; \
+	    grep -aE "^SKIPPED|^[0-9]+ (passed|skipped)|cannot be installed" "$$log" | sed "s/^/$$peer: /"; \
 	done
 
 # What starts no engine and no server: some minutes.
@@ -200,7 +200,7 @@ dist: $(READY)
 
 # Remove what was set up.
 clean:
-	rm -rf dist build $(VENV) .peer.log .vllm-* .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf dist build $(VENV) .vllm-* .mypy_cache .ruff_cache .pytest_cache .hypothesis
 
 # The environment alone, in .venv: 4 GB.
 setup: $(READY)

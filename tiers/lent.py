@@ -39,6 +39,7 @@ class LentRegion(PinnedRegion):
                 f"the server's host memory has {self.rows} rows of {self.row_bytes} bytes: must be "
                 f"at least one, of a multiple of {PAGE} bytes"
             )
+        self.huge_bytes = None
         self._view: memoryview | None = memory.cast("B")
         self.address = ctypes.addressof(ctypes.c_char.from_buffer(self._view))
         self.aligned = self.address % PAGE == 0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import mmap
 import os
 import random
@@ -26,17 +27,21 @@ KEYS = [key_of(number) for number in range(SLOTS)]
 LARGE = Geometry(120, 64 * 1024, 64 * 1024)
 
 
-@pytest.fixture
-def btrfs(tmp_path: Path, mount: Callable[..., Path]) -> Path:
-    """A btrfs of 256 MiB."""
+def made(kind: str, tmp_path: Path, mount: Callable[..., Path]) -> Path:
+    """A file system of 300 MiB."""
     image = tmp_path / "image"
     with image.open("wb") as file:
-        file.truncate(256 * 2**20)
+        file.truncate(300 * 2**20)
     try:
-        subprocess.run(["mkfs.btrfs", "-q", image], check=True, capture_output=True)
+        subprocess.run([f"mkfs.{kind}", "-q", image], check=True, capture_output=True)
     except (OSError, subprocess.CalledProcessError) as error:
         pytest.skip(f"cannot make a file system: {error}")
     return mount("-o", "loop", str(image))
+
+
+@pytest.fixture
+def btrfs(tmp_path: Path, mount: Callable[..., Path]) -> Path:
+    return made("btrfs", tmp_path, mount)
 
 
 @pytest.fixture
@@ -68,6 +73,28 @@ async def test_rewriting_at_random_takes_no_more_space_on_a_copy_on_write_file_s
         os.sync()
     grown = used_bytes(btrfs) - before
     assert grown < LARGE.file_bytes // 10, f"{grown} bytes more than the files have"
+
+
+# -- room that is known too little of ------------------------------------------------------
+
+
+@pytest.mark.parametrize("known", ["too little", "not at all"])
+async def test_a_segment_is_made_where_only_an_allocation_can_tell_whether_there_is_room(
+    tmp_path: Path, mount: Callable[..., Path], monkeypatch: pytest.MonkeyPatch, known: str
+) -> None:
+    """XFS counts as taken what it has set aside for files that grow."""
+    place = made("xfs", tmp_path, mount) if known == "too little" else tmp_path / "cache"
+
+    def statvfs(path: object) -> os.statvfs_result:
+        if known == "not at all":
+            raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))
+        return os.statvfs_result((4096, 4096, 1000, 0, 0, 1000, 1000, 1000, 0, 255))
+
+    monkeypatch.setattr(os, "statvfs", statvfs)
+    tier = DiskTier(place, NAMESPACE, LARGE.chunk_bytes, 2 * SEGMENT, segment_bytes=SEGMENT)
+    bench = TierBench(tier, LARGE.slots, LARGE.slot_bytes, LARGE.chunk_bytes)
+    assert (await bench.store(KEYS[:1], [0])).ok == [True]
+    bench.abandon()
 
 
 # -- removed segments ----------------------------------------------------------------------

@@ -178,7 +178,7 @@ class DirectoryClient:
             if not there:
                 raise StoreError(f"{self._mount.directory} is away")
             # Nor does its mount point have them, where it was unmounted since it was looked at.
-            await in_thread(self._mount.check)
+            await self._in_threads([self._mount.check])
         for fault in faults:
             if fault != NO_FOLDER:
                 raise StoreError(fault)

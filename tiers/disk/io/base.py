@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import errno
 import os
 from abc import ABC, abstractmethod
@@ -20,6 +21,7 @@ __all__ = [
     "Moved",
     "UnderWay",
     "check_room",
+    "file_system",
     "moved",
     "read_bytes",
     "read_whole",
@@ -28,6 +30,11 @@ __all__ = [
 
 IOV_MAX = min(os.sysconf("SC_IOV_MAX"), 1024)
 """Most buffers that one vectored call takes."""
+
+XFS, XFS_EXTENT = 0x58465342, 8 * 2**30
+"""Its type in ``fstatfs``, and how much it allocates in one go: either all of that or nothing. Room
+that it has set aside for files that grow counts as taken, and goes to whoever needs it.
+"""
 
 
 class IORequest(NamedTuple):
@@ -155,13 +162,26 @@ def check_room(fd: int, size: int) -> None:
     An allocation that fails takes all that there is from everybody else until it does.
 
     Raises:
-        OSError: ENOSPC if there is no room; else as the system says.
+        OSError: ENOSPC if there is no room.
     """
-    disk, taken = os.statvfs(fd), os.fstat(fd).st_blocks * 512
+    more = size - os.fstat(fd).st_blocks * 512
+    try:
+        disk = os.statvfs(fd)
+    except OSError:
+        return  # The allocation will tell.
     free = (disk.f_bavail if os.geteuid() else disk.f_bfree) * disk.f_frsize
     # A file system that does not tell its size says 0.
-    if disk.f_blocks and size - taken > free:
+    if disk.f_blocks and more > free and (more >= XFS_EXTENT or file_system(fd) != XFS):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+def file_system(fd: int) -> int:
+    """The type of a file's file system, as ``fstatfs`` has it; 0 if it does not tell."""
+    # ``struct statfs`` begins with it, as a long.
+    told = (ctypes.c_long * 64)()
+    if ctypes.CDLL(None).fstatfs(fd, told):
+        return 0
+    return int(told[0]) & 0xFFFFFFFF
 
 
 def read_whole(fd: int, buffers: Sequence[memoryview], offset: int) -> int:

@@ -9,7 +9,6 @@ calls, which is what a mapping of DAX memory comes to as well.
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import mmap
 import os
 import threading
@@ -19,6 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvstore.tiers.disk.descriptors import SPARE_DESCRIPTORS, descriptors_left
+from kvstore.tiers.disk.io.base import file_system
 from kvstore.tiers.disk.io.buffered import BufferedIO
 
 __all__ = ["MappedIO"]
@@ -67,7 +67,7 @@ class MappedIO(BufferedIO):
         """
         with self._lock:
             if fd not in self._maps:
-                self._maps[fd] = _NOTHING if _is_memory(fd) else None
+                self._maps[fd] = _NOTHING if file_system(fd) in MEMORY else None
             held = self._maps[fd]
             if held is None:
                 return None
@@ -92,11 +92,3 @@ def _descriptors_are_left() -> bool:
     with contextlib.suppress(OSError):
         return descriptors_left() >= SPARE_DESCRIPTORS // 4
     return False
-
-
-def _is_memory(fd: int) -> bool:
-    # ``struct statfs`` begins with the kind of the file system, as a long.
-    told = (ctypes.c_long * 64)()
-    if ctypes.CDLL(None).fstatfs(fd, told):
-        return False
-    return int(told[0]) & 0xFFFFFFFF in MEMORY
