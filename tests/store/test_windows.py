@@ -30,7 +30,8 @@ async def full(tmp_path: Path) -> AsyncIterator[kvstore.Store]:
 
 
 async def fill(store: kvstore.Store, count: int = len(KEYS)) -> None:
-    assert await store.put(KEYS[:count], [bytes([n]) * CHUNK for n in range(count)]) == count
+    stored = await store.put(KEYS[:count], [bytes([n]) * CHUNK for n in range(count)])
+    assert stored == count, store.stats()
     assert await store.flush()
 
 
