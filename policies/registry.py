@@ -96,23 +96,19 @@ class Registry(Generic[_T]):
                 that provides it cannot be loaded.
         """
         known = self.classes.get(name) or self._provided.get(name)
-        cls: object = known
-        if cls is None:
-            for point in entry_points(group=self.group):
-                if point.name == name:
-                    try:
-                        cls = point.load()
-                    except Exception as error:
-                        raise ValueError(
-                            f"{self.kind} {name!r} ({point.value}) cannot be loaded: {error!r}"
-                        ) from error
-                    break
-        if cls is None:
-            raise ValueError(f"unknown {self.kind} {name!r}; known are: {', '.join(self.names())}")
-        found = self._check(name, cls)
-        if known is None:
-            self._provided[name] = found
-        return found
+        if known is not None:
+            return known
+        for point in entry_points(group=self.group):
+            if point.name == name:
+                try:
+                    cls = point.load()
+                except Exception as error:
+                    raise ValueError(
+                        f"{self.kind} {name!r} ({point.value}) cannot be loaded: {error!r}"
+                    ) from error
+                self._provided[name] = self._check(name, cls)
+                return self._provided[name]
+        raise ValueError(f"unknown {self.kind} {name!r}; known are: {', '.join(self.names())}")
 
     def _check(self, name: str, cls: object) -> type[_T]:
         if isinstance(cls, type) and issubclass(cls, self.base):
