@@ -270,6 +270,11 @@ class Onlookers:
         """Number of rows in use without a lease."""
         return len(self._pins)
 
+    @property
+    def keys(self) -> set[bytes]:
+        """Keys of the chunks in use without a lease."""
+        return {key for _, key in self._pins}
+
     def pins_before(self, era: int) -> int:
         """Return the number of pins that wait for views of leases from earlier eras."""
         return sum(count for (begun, _), count in self._pins.items() if begun < era)

@@ -17,6 +17,7 @@ from itertools import takewhile
 import numpy as np
 import numpy.typing as npt
 
+from kvstore.api.lease import Onlookers
 from kvstore.concurrency import in_thread, outlast
 from kvstore.core import Core
 from kvstore.core.chunk import FILLING
@@ -123,6 +124,7 @@ class Puts:
 
     Args:
         threads: make the copies.
+        onlookers: what keeps rows for a time that nobody knows.
         deadline: seconds without movement after which a put gives up.
         max_wait: seconds after which it gives up in any case.
     """
@@ -133,6 +135,7 @@ class Puts:
         region: PinnedRegion,
         driver: Driver,
         threads: Executor,
+        onlookers: Onlookers,
         *,
         deadline: float,
         max_wait: float,
@@ -141,6 +144,7 @@ class Puts:
         self._region = region
         self._driver = driver
         self._threads = threads
+        self._onlookers = onlookers
         self._deadline = deadline
         self._ceiling = max_wait
         self._turns: dict[int, asyncio.Lock] = {}
@@ -278,6 +282,11 @@ class Puts:
         """Return the rows that are not pinned by keys other than `keys`."""
         return self._core.rows - self._core.rows_pinned_besides(frozenset(keys))
 
+    def _fits(self, keys: Sequence[bytes]) -> bool:
+        """Whether the chunks of `keys` fit beside what is pinned or looked at without a lease."""
+        watched = self._onlookers.keys.difference(keys)
+        return len(keys) + len(watched) <= self._rows_for([*keys, *watched])
+
     def _withdraw(self, keys: Collection[bytes]) -> None:
         """Let no put under way store these keys, also those that wait for their turn."""
         for call in self._calls:
@@ -339,7 +348,8 @@ class Puts:
                         return False
                     again = True
                     continue
-                if now - max(since, self._moved) >= self._deadline or now - since >= self._ceiling:
+                late = now - max(since, self._moved) >= self._deadline
+                if late or now - since >= self._ceiling or (told and not self._fits(offered)):
                     return False
                 await self._driver.moved()
         finally:

@@ -143,16 +143,17 @@ class Store:
             self._core, config.lease_s, self._record if assembly.recorder is not None else None
         )
         self._threads = copy_threads()
+        self._onlookers = Onlookers(self._home)
         self._puts = Puts(
             self._core,
             self._region,
             self._driver,
             self._threads,
+            self._onlookers,
             deadline=config.deadline_s,
             max_wait=config.max_wait_s,
         )
         self._driver.on_step = self._expire
-        self._onlookers = Onlookers(self._home)
         self._leases = 0
         self._driver.lent = lambda: bool(self._leases or self._onlookers.rows)
         self._hurry = False

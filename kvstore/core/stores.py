@@ -279,7 +279,13 @@ class Stores:
         # Where chunks are copied before they leave, rows take a while to become free.
         obtainable = pool.free if pool.policy.shared else pool.free + pool.leavable
         room.give_way(len(new) - obtainable, offered)
-        fits = room.sure >= len(new)
+        sure = room.sure
+        fits = sure >= len(new)
+        if fits and hindered and sure < len(offered) and not room.demotes:
+            # They are to fit beside what is here of their own prompt.
+            own = sum(_may_leave(c, pool.step) for c in map(pool.chunks.get, offered) if c)
+            fits = sure - own >= len(new)
+            may_fit = may_fit and own + len(new) <= pool.rows - self._pins.rows
         at_once = may_fit or room.demotes or not pool.policy.declines
         # Where tenants share the rows, what others have is not for this store, and the policy does
         # not see it as a whole.
@@ -291,7 +297,7 @@ class Stores:
         wanted = offered
         if not fits and hindered:
             # The policy is asked only about chunks that fit beside those that have to stay.
-            wanted = offered[: self._entrance.reach(offered, room.sure, unwanted)]
+            wanted = offered[: self._entrance.reach(offered, sure, unwanted)]
             new = [key for key in wanted if key not in pool.chunks and key not in unwanted]
         if new and not self._victims.find_one():
             return _Entered(None, 0)

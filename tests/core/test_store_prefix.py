@@ -205,3 +205,26 @@ def test_a_prompt_with_a_hole_that_does_not_fit_keeps_its_head_and_what_fills_th
     assert grant is not None
     assert grant.keys == keys[:2]
     assert [rig.in_host(key) for key in keys[2:]] == [True, True, True, False, False]
+
+
+@pytest.mark.parametrize("busy", [5, 4])
+@pytest.mark.parametrize("policy", POLICIES)
+def test_the_end_of_a_prompt_waits_for_rows_in_use_rather_than_is_declined(
+    policy: str, busy: int
+) -> None:
+    # The only chunks that may leave are the head of the prompt, whose end is offered now.
+    rig = rig_of(policy, 9)
+    keys = chain("p", 7)
+    rig.put(keys[: 9 - busy])
+    others = chain("other", busy)
+    assert rig.core.prepare_store(others, "busy") is not None
+    rig.step()
+    grant = rig.core.prepare_store(keys, "w")
+    assert grant is None
+    rig.core.complete_store(others, "busy")
+    rig.step()
+    grant = rig.core.prepare_store(keys, "w")
+    assert grant is not None
+    assert grant.keys == keys[9 - busy :]
+    assert not grant.declined
+    assert rig.stats.chunks_refused == 0

@@ -279,6 +279,19 @@ async def test_wide_puts_let_others_in_between(
         assert await putting == 400
 
 
+async def test_the_end_of_a_prompt_waits_for_rows_that_others_use(open_store: Open) -> None:
+    async with open_store(rows=9) as store:
+        leased, keys = keys_of("leased", 5), keys_of("wide", 7)
+        await store.put(leased, payloads(leased))
+        async with store.get(leased):
+            # Beside them only its own head may leave.
+            putting = asyncio.create_task(store.put(keys, payloads(keys)))
+            await until_async(lambda: store.contains_prefix(keys) == 4)
+            await asyncio.sleep(0.02)
+            assert not putting.done()
+        assert await asyncio.wait_for(putting, PATIENCE) == 7
+
+
 async def test_those_who_wait_in_vain_wait_at_the_same_time(open_store: Open) -> None:
     # One after the other they would wait for TOO_LONG.
     count = round(TOO_LONG / 0.5)
