@@ -41,7 +41,8 @@ SWEEP_SECONDS = 3600.0
 """Most seconds between sweeps, and before the first one where there is no capacity."""
 
 FIRST_SECONDS = 30.0
-"""The same before the first one, of a store of a capacity: few processes live for an hour."""
+"""The same before the first one, of a store of a capacity: few processes live for an hour. And
+after one that failed: then twice as long each time."""
 
 MOST_REFUSED = 8
 """Calls that remove values and fail one after the other, with which a sweep ends."""
@@ -186,16 +187,20 @@ class Sweeper:
     async def run(self) -> None:
         """Sweep whenever it is time."""
         wait = SWEEP_SECONDS if self._capacity is None else FIRST_SECONDS
+        again = FIRST_SECONDS
         while True:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(wait):
                     await self._due.wait()
-            wait = SWEEP_SECONDS
             try:
                 await self.sweep()
             except Exception as error:
                 self._fault = f"a sweep raised {error!r}"
                 logger.exception("a sweep raised", extra=about("store.not_swept"))
+            if self._told_fault is None:
+                wait, again = SWEEP_SECONDS, FIRST_SECONDS
+            else:
+                wait, again = again, min(2 * again, SWEEP_SECONDS)
 
     async def sweep(self) -> None:
         """Sweep once, as far as the client can list values."""

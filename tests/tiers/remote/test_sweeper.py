@@ -308,6 +308,29 @@ async def test_a_sweep_that_fails_is_told_once_and_the_next_one_counts(
     assert any(each.startswith("the store cannot be swept (EIO)") for each in counted)
 
 
+async def test_a_sweep_that_fails_comes_again_though_nothing_more_is_stored(
+    tmp_path: Path, opened: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real, failed, mended = DirectoryClient.listed, 0, False
+
+    def listed(self: DirectoryClient, place: str, but: Any) -> Any:
+        nonlocal failed
+        if mended:
+            return real(self, place, but)
+        failed += 1
+        raise StoreError("the connection was closed")
+
+    monkeypatch.setattr(DirectoryClient, "listed", listed)
+    monkeypatch.setattr(sweeper, "FIRST_SECONDS", 0.02)
+    bench = opened()
+    monkeypatch.setattr(bench.tier._sweeper, "stored", lambda count: None)
+    await store(bench, keys_of(range(ROOM)))
+    await until_async(lambda: failed >= 3)
+    assert len(files(tmp_path)) == ROOM
+    mended = True
+    await until_async(lambda: len(files(tmp_path)) == LEFT)
+
+
 @pytest.mark.parametrize("kept", [1, LEFT])
 async def test_a_value_that_cannot_be_removed_keeps_no_other_one(
     kept: int,
