@@ -25,7 +25,7 @@ from kvstore.testing.bench import key_of
 from kvstore.tiers.disk.index import IndexFile, read_index
 from kvstore.tiers.disk.io import IO_BACKENDS, IOBackend, IORequest, Moved, UnderWay
 from kvstore.tiers.disk.io.buffered import BufferedIO
-from tests.patience import PATIENCE
+from tests.patience import PATIENCE, until_async
 from tests.tiers.conftest import OpenBench
 from tests.tiers.support import (
     GEOMETRY,
@@ -493,6 +493,8 @@ async def test_files_of_a_tier_that_is_abandoned_stay_open_for_a_call_that_uses_
     bench.tier.abandon()
     held.go_on.set()
     assert (await reading).ok == [True] * SLOTS
+    # The thread that made the call closes the files after it.
+    await until_async(lambda: volume.lane._lock is None)
     again = open_bench()
     assert len(again.opening.entries) == SLOTS
 
