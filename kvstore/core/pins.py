@@ -147,7 +147,7 @@ class Pins:
         if not self._expected:
             return
         pool, held = self._pool, self._held
-        for key in [key for key in keys if key in self._expected]:
+        for key in dict.fromkeys(key for key in keys if key in self._expected):
             if len(held) >= self._most_rows:
                 return
             chunk = pool.chunks.get(key)

@@ -86,6 +86,19 @@ def test_pins_end_when_they_are_ended() -> None:
     assert host_of(rig, A) == 0
 
 
+def test_a_key_that_is_named_twice_is_pinned_once() -> None:
+    rig = Rig(rows=8)
+    rig.put(A)
+    rig.settle()
+    keys = A[:2]
+    assert rig.core._pins.begin([*keys, *keys], math.inf) == 4
+    assert rig.stats.pinned_rows == rig.stats.busy_rows == 2
+    assert rig.core._pins.end(keys) == 2
+    assert rig.stats.busy_rows == 0
+    fill(rig, "x", 8)
+    assert host_of(rig, A) == 0
+
+
 def test_thousands_of_pins_that_end_at_once_end_over_some_steps() -> None:
     rig = alone(rows=4000)
     keys = chain("long", 2000)
