@@ -282,10 +282,12 @@ class Puts:
         """Return the rows that are not pinned by keys other than `keys`."""
         return self._core.rows - self._core.rows_pinned_besides(frozenset(keys))
 
-    def _fits(self, keys: Sequence[bytes]) -> bool:
-        """Whether the chunks of `keys` fit beside what is pinned or looked at without a lease."""
+    def _is_full(self, keys: Sequence[bytes]) -> bool:
+        """Whether no more of `keys` fit beside those that are here, what is pinned, and views."""
+        chunks, hidden = self._core.chunks, self._core.hidden
+        here = sum(key in chunks and key not in hidden for key in keys)
         watched = self._onlookers.keys.difference(keys)
-        return len(keys) + len(watched) <= self._rows_for([*keys, *watched])
+        return 0 < here >= self._rows_for([*keys, *watched]) - len(watched)
 
     def _withdraw(self, keys: Collection[bytes]) -> None:
         """Let no put under way store these keys, also those that wait for their turn."""
@@ -323,7 +325,7 @@ class Puts:
                     # again and again is written to an exclusive tier again and again.
                     grant = None
                 else:
-                    grant = self._core.prepare_store(offered, call.name)
+                    grant = self._core.prepare_store(offered, call.name, patient=call.wait)
                     told = told or grant is not None
                 self._driver.flush()
                 if grant is not None:
@@ -349,7 +351,7 @@ class Puts:
                     again = True
                     continue
                 late = now - max(since, self._moved) >= self._deadline
-                if late or now - since >= self._ceiling or (told and not self._fits(offered)):
+                if late or now - since >= self._ceiling or self._is_full(offered):
                     return False
                 await self._driver.moved()
         finally:

@@ -117,7 +117,9 @@ class Core(CoreSteps):
         self._uses.tell_all()
         self._uses.tell(keys, keys)
 
-    def prepare_store(self, keys: Collection[bytes], request_id: str) -> StoreGrant | None:
+    def prepare_store(
+        self, keys: Collection[bytes], request_id: str, *, patient: bool = False
+    ) -> StoreGrant | None:
         """Reserve rows for those of `keys` that host memory does not have.
 
         A store that does not fit is granted for the prefix that fits. It never
@@ -128,6 +130,11 @@ class Core(CoreSteps):
         free for it at this moment, or all of it would fit once transfers under
         way have ended. A request gets the latter at most once in a row. Keys that are
         being removed are passed over.
+
+        Args:
+            patient: whether a store that fits once other rows are free is to be offered again
+                where only its own head could make way for its end now. Its caller has to
+                give up at some time.
         """
         self._lookups.pause()
         if self.hidden:
@@ -136,7 +143,7 @@ class Core(CoreSteps):
         ordered = _ordered(request, keys)
         if request is not None and request.hints is not None and not request.hints.store:
             return StoreGrant([], [], [], list(keys))
-        grant = self._stores.prepare(ordered, request_id, self.now)
+        grant = self._stores.prepare(ordered, request_id, self.now, patient=patient)
         if grant is not None and ordered is not keys:
             grant = grant.in_order_of(keys)
         if grant is not None:

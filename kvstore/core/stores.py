@@ -107,7 +107,9 @@ class Stores:
         self.by_tenant: Counter[str] = Counter()
         self.stored = self.deferred = self.refused = self.declined = self.stray = 0
 
-    def prepare(self, keys: Collection[bytes], request_id: str, now: float) -> StoreGrant | None:
+    def prepare(
+        self, keys: Collection[bytes], request_id: str, now: float, *, patient: bool
+    ) -> StoreGrant | None:
         """Reserve rows for a store: see `Core.prepare_store`."""
         pool = self._pool
         request = self._requests.open(request_id)
@@ -139,7 +141,7 @@ class Stores:
         may_fit = len(new) <= pool.rows - self._pins.rows and (
             pool.busy > 0 or pool.held > 0 or self._cascades.unsaved > 0
         )
-        entered = self._enter(offered, new, unwanted, request_id, now, may_fit)
+        entered = self._enter(offered, new, unwanted, request_id, now, may_fit, patient=patient)
         chunks, room = entered.chunks, entered.room
         if room < len(new):
             # A search that was cut short goes on in the next step; the store is not cut for it.
@@ -264,6 +266,8 @@ class Stores:
         request_id: str,
         now: float,
         may_fit: bool,
+        *,
+        patient: bool,
     ) -> _Entered:
         """Get rows for `new`, those of `offered` that are not here and not `unwanted`.
 
@@ -279,13 +283,9 @@ class Stores:
         # Where chunks are copied before they leave, rows take a while to become free.
         obtainable = pool.free if pool.policy.shared else pool.free + pool.leavable
         room.give_way(len(new) - obtainable, offered)
-        sure = room.sure
-        fits = sure >= len(new)
-        if fits and hindered and sure < len(offered) and not room.demotes:
-            # They are to fit beside what is here of their own prompt.
-            own = sum(_may_leave(c, pool.step) for c in map(pool.chunks.get, offered) if c)
-            fits = sure - own >= len(new)
-            may_fit = may_fit and own + len(new) <= pool.rows - self._pins.rows
+        fits = room.sure >= len(new)
+        if patient and fits and hindered and new and not room.demotes:
+            fits = self._fits_beside_its_head(offered, new)
         at_once = may_fit or room.demotes or not pool.policy.declines
         # Where tenants share the rows, what others have is not for this store, and the policy does
         # not see it as a whole.
@@ -297,7 +297,7 @@ class Stores:
         wanted = offered
         if not fits and hindered:
             # The policy is asked only about chunks that fit beside those that have to stay.
-            wanted = offered[: self._entrance.reach(offered, sure, unwanted)]
+            wanted = offered[: self._entrance.reach(offered, room.sure, unwanted)]
             new = [key for key in wanted if key not in pool.chunks and key not in unwanted]
         if new and not self._victims.find_one():
             return _Entered(None, 0)
@@ -310,6 +310,19 @@ class Stores:
             return _Entered(chunks, len(chunks))
         entered = {chunk.key for chunk in chunks}
         return _Entered(chunks, len(new), [key for key in new if key not in entered])
+
+    def _fits_beside_its_head(self, offered: Sequence[bytes], new: Sequence[bytes]) -> bool:
+        """Whether `new` fit beside what stands before them in their prompt; True if it never will.
+
+        They fit if that might leave.
+        """
+        pool, pins = self._pool, self._pins
+        stay = sum(key in pool.chunks and not pins.holds(key) for key in offered)
+        if stay + len(new) > pool.rows - pins.rows:
+            return True
+        head = map(pool.chunks.get, offered[: offered.index(new[-1])])
+        own = sum(_may_leave(chunk, pool.step) for chunk in head if chunk is not None)
+        return self._room.sure - own >= len(new)
 
 
 class Entrance:

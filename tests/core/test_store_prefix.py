@@ -5,6 +5,7 @@ Servers differ in when they end a step: before they offer its stores (`early`), 
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Sequence
 
@@ -219,12 +220,55 @@ def test_the_end_of_a_prompt_waits_for_rows_in_use_rather_than_is_declined(
     others = chain("other", busy)
     assert rig.core.prepare_store(others, "busy") is not None
     rig.step()
-    grant = rig.core.prepare_store(keys, "w")
-    assert grant is None
+    for _ in range(3):
+        assert rig.core.prepare_store(keys, "w", patient=True) is None
+        rig.step()
     rig.core.complete_store(others, "busy")
-    rig.step()
-    grant = rig.core.prepare_store(keys, "w")
+    grant = rig.core.prepare_store(keys, "w", patient=True)
     assert grant is not None
     assert grant.keys == keys[9 - busy :]
     assert not grant.declined
     assert rig.stats.chunks_refused == 0
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_a_server_need_not_wait_for_that(policy: str) -> None:
+    rig = rig_of(policy, 9)
+    keys = chain("p", 7)
+    rig.put(keys[:4])
+    assert rig.core.prepare_store(chain("other", 5), "busy") is not None
+    rig.step()
+    grant = rig.core.prepare_store(keys, "w")
+    assert grant is not None
+    assert not grant.keys
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("pinned", [0, 3])
+def test_a_prompt_that_will_never_fit_is_not_waited_for(policy: str, pinned: int) -> None:
+    rig = rig_of(policy, 8)
+    pins, keys = chain("pin", pinned), chain("p", 12)
+    rig.put(pins)
+    assert rig.core._pins.begin(pins, math.inf) == pinned
+    rig.put(keys[: 8 - pinned])
+    rig.step()
+    assert rig.ask(keys[:1], "l") == 1
+    rig.load(keys[:1], "l")
+    rig.step()
+    grant = rig.core.prepare_store(keys[: 9 - pinned], "w", patient=True)
+    assert grant is not None
+    assert not grant.keys
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_the_head_of_a_prompt_takes_rows_of_its_end_without_waiting(policy: str) -> None:
+    rig = rig_of(policy, 9)
+    keys, others = chain("p", 7), chain("other", 4)
+    rig.put([*keys[2:], *others])
+    rig.step()
+    assert rig.ask(others, "l") == 4
+    rig.load(others, "l")
+    rig.step()
+    grant = rig.core.prepare_store(keys, "w", patient=True)
+    assert grant is not None
+    assert [key in rig.core._pool.chunks for key in keys] == [True] * 5 + [False] * 2

@@ -292,6 +292,21 @@ async def test_the_end_of_a_prompt_waits_for_rows_that_others_use(open_store: Op
         assert await asyncio.wait_for(putting, PATIENCE) == 7
 
 
+@pytest.mark.parametrize(("here", "viewed", "stored"), [(slice(4), 5, 4), (slice(2, 7), 4, 5)])
+async def test_what_is_looked_at_for_an_unknown_time_is_not_waited_for(
+    open_store: Open, here: slice, viewed: int, stored: int
+) -> None:
+    async with open_store(rows=9) as store:
+        others, keys = keys_of("others", viewed), keys_of("p", 7)
+        await store.put(others, payloads(others))
+        await store.put(keys[here], payloads(keys[here]))
+        async with store.get(others) as chunks:
+            views = [chunks.array(number, "u1") for number in range(viewed)]
+        for wait in (True, False):
+            assert await store.put(keys, payloads(keys), wait=wait, timeout=PATIENCE) == stored
+        del views
+
+
 async def test_those_who_wait_in_vain_wait_at_the_same_time(open_store: Open) -> None:
     # One after the other they would wait for TOO_LONG.
     count = round(TOO_LONG / 0.5)
