@@ -312,9 +312,9 @@ class Stores:
         return _Entered(chunks, len(new), [key for key in new if key not in entered])
 
     def _fits_beside_its_head(self, offered: Sequence[bytes], new: Sequence[bytes]) -> bool:
-        """Whether `new` fit beside what stands before them in their prompt; True if it never will.
+        """Whether `new`, which fit as it is, also do so without rows of the prompt before them.
 
-        They fit if that might leave.
+        True where the whole prompt never fits: then it is of no use to wait.
         """
         pool, pins = self._pool, self._pins
         stay = sum(key in pool.chunks and not pins.holds(key) for key in offered)

@@ -27,11 +27,13 @@ def rig_of(policy: str, rows: int) -> Rig:
     return Rig(rows=rows, on=(), policy=create_policy(policy, rows))
 
 
-def offered_last(rig: Rig, keys: list[bytes], early: bool, request: str = "w") -> StoreGrant | None:
+def offered_last(
+    rig: Rig, keys: list[bytes], early: bool, request: str = "w", patient: bool = False
+) -> StoreGrant | None:
     """The last call of a step, before or after its `flush`."""
     if early:
         rig.flush()
-    grant = rig.core.prepare_store(keys, request)
+    grant = rig.core.prepare_store(keys, request, patient=patient)
     if not early:
         rig.flush()
     return grant
@@ -98,7 +100,7 @@ def test_what_may_not_leave_makes_no_hole_in_a_prompt(policy: str, early: bool) 
             before = [k for k in keys if k in rig.core._pool.chunks]
             room = rig.core._pool.free
             room += sum(c.state == READY and c.step != rig.core._pool.step for c in chunks)
-            grant = offered_last(rig, keys, early, f"w-{step}")
+            grant = offered_last(rig, keys, early, f"w-{step}", patient=rng.random() < 0.3)
             if grant is not None:
                 assert grant.keys == [key for key in keys if key in grant.keys]
                 assert set(grant.keys).isdisjoint(grant.declined)
