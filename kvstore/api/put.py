@@ -208,6 +208,9 @@ class Puts:
             for key, source in zip(keys[offered:end], sources[offered:end], strict=True):
                 part.setdefault(key, source)
             if not part or not await self._portion(call, part):
+                rest = dict.fromkeys(keys[offered:]).keys() - call.withdrawn
+                if call.era == self._core.era:
+                    self._core.refuse(sum(not self._is_there(key, call) for key in rest))
                 break
             if call.durable:
                 self._core.save_first(part)
@@ -325,7 +328,7 @@ class Puts:
                     # again and again is written to an exclusive tier again and again.
                     grant = None
                 else:
-                    grant = self._core.prepare_store(offered, call.name, patient=call.wait)
+                    grant = self._core.prepare_store(offered, call.name, patient=True)
                     told = told or grant is not None
                 self._driver.flush()
                 if grant is not None:

@@ -134,7 +134,7 @@ class Core(CoreSteps):
         Args:
             patient: whether a store that fits once other rows are free is to be offered again
                 where only its own head could make way for its end now. Its caller has to
-                give up at some time.
+                give up at some time, and counts by `refuse` what found no room by then.
         """
         self._lookups.pause()
         if self.hidden:
@@ -149,6 +149,10 @@ class Core(CoreSteps):
         if grant is not None:
             self._budget.want(len(grant.keys), stored=True)
         return grant
+
+    def refuse(self, count: int) -> None:
+        """Count so many chunks of patient stores that found no room."""
+        self._stores.refuse(count)
 
     def complete_store(
         self, keys: Collection[bytes], request_id: str, ok: bool = True, era: int | None = None

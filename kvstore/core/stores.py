@@ -149,7 +149,8 @@ class Stores:
             if room == 0 or wait:
                 self._defer(request, now, answers)
                 return None
-            self.refused += len(new) - room
+            if not patient:
+                self.refuse(len(new) - room)
         self.forget_deferred(request)
         if request.state is RequestState.ANSWERED and not request.leases:
             # What it looked up meanwhile is over; it may look up anew.
@@ -202,6 +203,10 @@ class Stores:
         if request is not None and ended:
             self._chains.storing(request, -len(ended))
             self._requests.drop_if_idle(request)
+
+    def refuse(self, count: int) -> None:
+        """Count so many chunks that found no room."""
+        self.refused += count
 
     def under_way(self) -> Iterable[tuple[str, bytes, int]]:
         """Yield request, key and row of every chunk that is being stored."""

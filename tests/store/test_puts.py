@@ -264,6 +264,21 @@ async def test_wide_puts_without_a_disk_store_each_chunk_once(open_store: Open) 
         assert busy(store) == 0
 
 
+async def test_what_found_no_room_is_counted_once_and_nothing_else(open_store: Open) -> None:
+    async with open_store(rows=8, disk=64) as store:
+        wide = keys_of("wide", 40)
+        assert await store.put(wide, payloads(wide)) == 40
+        assert store.stats().chunks_refused == 0
+    for wait in (True, False):
+        async with open_store(rows=8, deadline_s=0.1) as store:
+            assert await store.put(wide[:12], payloads(wide[:12]), wait=wait) == 8
+            assert store.stats().chunks_refused == 4
+            async with store.get(wide[:8]):
+                others = keys_of("others", 3)
+                assert await store.put(others, payloads(others), wait=wait) == 0
+            assert store.stats().chunks_refused == 7
+
+
 async def test_wide_puts_let_others_in_between(
     open_store: Open, monkeypatch: pytest.MonkeyPatch
 ) -> None:
