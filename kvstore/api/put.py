@@ -107,7 +107,8 @@ class _Call:
 
     Attributes:
         name: its request. wait, durable: as of `Puts.put`. era: of the core, when it began.
-        withdrawn: keys that were removed since it began.
+        withdrawn: keys that were removed since it began. declined: keys that were not wanted.
+        given_up: keys at which it found no room in time, and those behind them.
         reads: keys of chunks that were being read from a tier when they were looked at.
     """
 
@@ -116,6 +117,8 @@ class _Call:
     durable: bool
     era: int
     withdrawn: set[bytes] = field(default_factory=set)
+    declined: set[bytes] = field(default_factory=set)
+    given_up: set[bytes] = field(default_factory=set)
     reads: set[bytes] = field(default_factory=set)
 
 
@@ -188,6 +191,11 @@ class Puts:
         finally:
             self._calls.remove(call)
         self._driver.check_storing()
+        if call.era == self._core.era:
+            short = call.given_up - call.withdrawn - call.declined
+            chunks, hidden = self._core.chunks, self._core.hidden
+            absent = (key for key in short if key in hidden or key not in chunks)
+            self._core.refuse(sum(not self.has(key) for key in absent))
         return next((n for n, key in enumerate(keys) if not self.has(key, own=durable)), len(keys))
 
     async def _put(
@@ -208,9 +216,7 @@ class Puts:
             for key, source in zip(keys[offered:end], sources[offered:end], strict=True):
                 part.setdefault(key, source)
             if not part or not await self._portion(call, part):
-                rest = dict.fromkeys(keys[offered:]).keys() - call.withdrawn
-                if call.era == self._core.era:
-                    self._core.refuse(sum(not self._is_there(key, call) for key in rest))
+                call.given_up.update(keys[offered:])
                 break
             if call.durable:
                 self._core.save_first(part)
@@ -262,6 +268,12 @@ class Puts:
             for tier in (self._core.targets[:1] if own else self._core.tiers)
         )
 
+    def _is_here(self, key: bytes) -> bool:
+        """Whether host memory has the chunk, or reads it."""
+        chunk = self._core.chunks.get(key)
+        there = chunk is not None and (chunk.state != FILLING or chunk.stored_by is None)
+        return there and key not in self._core.hidden
+
     def _is_read(self, key: bytes) -> bool:
         """Whether the chunk is being read from a tier, and may yet turn out to be damaged."""
         chunk = self._core.chunks.get(key)
@@ -286,9 +298,9 @@ class Puts:
         return self._core.rows - self._core.rows_pinned_besides(frozenset(keys))
 
     def _is_full(self, keys: Sequence[bytes]) -> bool:
-        """Whether no more of `keys` fit beside those that are here, what is pinned, and views."""
-        chunks, hidden = self._core.chunks, self._core.hidden
-        here = sum(key in chunks and key not in hidden for key in keys)
+        """Whether no more of `keys` fit beside their head, what is pinned, and views."""
+        # What is here behind the first one that is missing may make way for it.
+        here = next((n for n, key in enumerate(keys) if not self._is_here(key)), len(keys))
         watched = self._onlookers.keys.difference(keys)
         return 0 < here >= self._rows_for([*keys, *watched]) - len(watched)
 
@@ -332,6 +344,7 @@ class Puts:
                     told = told or grant is not None
                 self._driver.flush()
                 if grant is not None:
+                    call.declined.update(grant.declined)
                     ended = {*grant.keys, *grant.declined}
                     left = self._lacking(call, (key for key in left if key not in ended))
                     done = not left

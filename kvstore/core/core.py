@@ -132,9 +132,10 @@ class Core(CoreSteps):
         being removed are passed over.
 
         Args:
-            patient: whether a store that fits once other rows are free is to be offered again
-                where only its own head could make way for its end now. Its caller has to
-                give up at some time, and counts by `refuse` what found no room by then.
+            patient: whether chunks for which only others of `keys` could make way now are
+                not declined if all fit once other rows are free: they are to be offered again.
+                The caller has to give up at some time, and counts by `refuse` what found no
+                room by then.
         """
         self._lookups.pause()
         if self.hidden:

@@ -289,8 +289,10 @@ class Stores:
         obtainable = pool.free if pool.policy.shared else pool.free + pool.leavable
         room.give_way(len(new) - obtainable, offered)
         fits = room.sure >= len(new)
-        if patient and fits and hindered and new and not room.demotes:
-            fits = self._fits_beside_its_head(offered, new)
+        tight = patient and fits and hindered and not room.demotes and self._is_tight(offered, new)
+        if tight and not self._leavable(offered[offered.index(new[0]) :]):
+            # Only its head could make way for its end.
+            fits = False
         at_once = may_fit or room.demotes or not pool.policy.declines
         # Where tenants share the rows, what others have is not for this store, and the policy does
         # not see it as a whole.
@@ -311,23 +313,22 @@ class Stores:
         )
         if not fits:
             pool.keep(wanted)
-        if len(chunks) == len(new) or not all_asked or not (fits or hindered):
+        if tight or len(chunks) == len(new) or not all_asked or not (fits or hindered):
             return _Entered(chunks, len(chunks))
         entered = {chunk.key for chunk in chunks}
         return _Entered(chunks, len(new), [key for key in new if key not in entered])
 
-    def _fits_beside_its_head(self, offered: Sequence[bytes], new: Sequence[bytes]) -> bool:
-        """Whether `new`, which fit as it is, also do so without rows of the prompt before them.
-
-        True where the whole prompt never fits: then it is of no use to wait.
-        """
+    def _is_tight(self, offered: Sequence[bytes], new: Sequence[bytes]) -> bool:
+        """Whether `new` fit only with rows of their own prompt, of which all fits later."""
         pool, pins = self._pool, self._pins
         stay = sum(key in pool.chunks and not pins.holds(key) for key in offered)
-        if stay + len(new) > pool.rows - pins.rows:
-            return True
-        head = map(pool.chunks.get, offered[: offered.index(new[-1])])
-        own = sum(_may_leave(chunk, pool.step) for chunk in head if chunk is not None)
-        return self._room.sure - own >= len(new)
+        fits_later = stay + len(new) <= pool.rows - pins.rows
+        return fits_later and self._room.sure - self._leavable(offered) < len(new)
+
+    def _leavable(self, keys: Iterable[bytes]) -> int:
+        """Return how many chunks of `keys` could leave now."""
+        here = filter(None, map(self._pool.chunks.get, keys))
+        return sum(_may_leave(chunk, self._pool.step) for chunk in here)
 
 
 class Entrance:

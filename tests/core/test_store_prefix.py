@@ -262,6 +262,21 @@ def test_a_prompt_that_will_never_fit_is_not_waited_for(policy: str, pinned: int
     assert not grant.keys
 
 
+@pytest.mark.parametrize("policy", ["lru", "fifo"])
+def test_the_holes_of_a_prompt_are_filled_from_its_end_without_waiting(policy: str) -> None:
+    rig = rig_of(policy, 7)
+    keys, others = chain("p", 5), chain("other", 4)
+    rig.put([keys[2], keys[4], *others])
+    rig.step()
+    assert rig.ask(others, "l") == 4
+    rig.load(others, "l")
+    rig.step()
+    grant = rig.core.prepare_store(keys, "w", patient=True)
+    assert grant is not None
+    assert [key in rig.core._pool.chunks for key in keys] == [True] * 3 + [False] * 2
+    assert not grant.declined
+
+
 @pytest.mark.parametrize("policy", POLICIES)
 def test_the_head_of_a_prompt_takes_rows_of_its_end_without_waiting(policy: str) -> None:
     rig = rig_of(policy, 9)

@@ -8,6 +8,7 @@ import itertools
 import threading
 import time
 from collections.abc import Callable, Coroutine, Iterator, Sequence
+from concurrent.futures import Executor
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +16,10 @@ import numpy as np
 import pytest
 
 import kvstore
+from kvstore.api.put import run_copy
 from kvstore.api.store import COPY_INLINE_BYTES, Store
 from kvstore.errors import KVStoreError
-from kvstore.policies import policy_names
+from kvstore.policies import AdmissionFilter, policy_names
 from kvstore.tiers import Transfer
 from kvstore.tiers.disk import DiskTier
 from tests.patience import PATIENCE, TOO_LONG, until_async
@@ -277,6 +279,63 @@ async def test_what_found_no_room_is_counted_once_and_nothing_else(open_store: O
                 others = keys_of("others", 3)
                 assert await store.put(others, payloads(others), wait=wait) == 0
             assert store.stats().chunks_refused == 7
+
+
+class EveryOther(AdmissionFilter):
+    """Admits every other key, in the order in which it is asked about them."""
+
+    name = "every other"
+
+    def asked(self, keys: Sequence[bytes]) -> None:
+        self.numbers = {key: number for number, key in enumerate(keys)}
+
+    def admit(self, keys: Sequence[bytes], now: float) -> list[bool]:
+        return [self.numbers[key] % 2 == 0 for key in keys]
+
+    def clear(self) -> None:
+        self.numbers.clear()
+
+
+async def test_what_was_not_wanted_is_not_counted_as_refused(
+    open_store: Open, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with open_store(rows=8, deadline_s=0.1) as store:
+        leased, keys = keys_of("leased", 6), keys_of("p", 8)
+        await store.put(leased, payloads(leased))
+        every_other = EveryOther(8, CHUNK)
+        every_other.asked(keys)
+        monkeypatch.setattr(store._core._pool, "admission", every_other)
+        async with store.get(leased):
+            assert await store.put(keys, payloads(keys)) == 1
+        stats = store.stats()
+        assert (stats.stored - 6, stats.declined, stats.chunks_refused) == (2, 4, 2)
+
+
+@pytest.mark.parametrize("cancelled", [False, True])
+async def test_a_put_of_what_another_is_copying_fills_all_rows_too(
+    open_store: Open, monkeypatch: pytest.MonkeyPatch, cancelled: bool
+) -> None:
+    go_on = asyncio.Event()
+
+    async def held(copy: Callable[[], None], size: int, threads: Executor) -> None:
+        await go_on.wait()
+        await run_copy(copy, size, threads)
+
+    monkeypatch.setattr("kvstore.api.put.run_copy", held)
+    async with open_store(rows=8) as store:
+        keys = keys_of("p", 8)
+        one = asyncio.create_task(store.put(keys, payloads(keys)))
+        await until_async(lambda: len(store._core.chunks) == 8)
+        other = asyncio.create_task(store.put(keys, payloads(keys)))
+        for _ in range(5):
+            await asyncio.sleep(0)
+        if cancelled:
+            await cancel(one)
+        go_on.set()
+        if not cancelled:
+            assert await one == 8
+        assert await asyncio.wait_for(other, PATIENCE) == 8
+        assert store.stats().chunks_refused == 0
 
 
 async def test_wide_puts_let_others_in_between(

@@ -158,6 +158,7 @@ class Sweeper:
         self._due = asyncio.Event()
         self._sweeping = asyncio.Lock()
         self._told_fault: str | None = None
+        self._failed = False
         # Why the first call of this sweep that failed did, and how many since one that did not.
         self._refused: StoreError | None = None
         self._refusals = 0
@@ -192,24 +193,26 @@ class Sweeper:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(wait):
                     await self._due.wait()
+            early = self._due.is_set()
             try:
                 await self.sweep()
             except Exception as error:
                 self._fault = f"a sweep raised {error!r}"
                 logger.exception("a sweep raised", extra=about("store.not_swept"))
-            if self._told_fault is None:
+            if not self._failed:
                 wait, again = SWEEP_SECONDS, FIRST_SECONDS
             else:
-                wait, again = again, min(2 * again, SWEEP_SECONDS)
+                wait, again = again, again if early else min(2 * again, SWEEP_SECONDS)
 
     async def sweep(self) -> None:
         """Sweep once, as far as the client can list values."""
         async with self._sweeping:
             self._due.clear()
-            self._stored = 0
+            self._stored, self._failed = 0, True
             self._refused, self._refusals = None, 0
             client, left = self._reached(), set(self.left)
             if not isinstance(client, ListingClient):
+                self._failed = False
                 if self._capacity is not None:
                     self._tell("the store cannot list its values: capacity_bytes has no effect")
                 return
@@ -229,6 +232,7 @@ class Sweeper:
                     risk = "it may grow beyond its capacity"
                 self._tell(f"the store cannot be swept ({error}): {risk}")
             else:
+                self._failed = False
                 self._tell(None if self._capacity is None else complaint)
 
     def _tell(self, fault: str | None) -> None:

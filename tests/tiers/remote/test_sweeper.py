@@ -308,8 +308,9 @@ async def test_a_sweep_that_fails_is_told_once_and_the_next_one_counts(
     assert any(each.startswith("the store cannot be swept (EIO)") for each in counted)
 
 
+@pytest.mark.parametrize("fault", [StoreError("the connection was closed"), ZeroDivisionError()])
 async def test_a_sweep_that_fails_comes_again_though_nothing_more_is_stored(
-    tmp_path: Path, opened: Any, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, opened: Any, monkeypatch: pytest.MonkeyPatch, fault: Exception
 ) -> None:
     real, failed, mended = DirectoryClient.listed, 0, False
 
@@ -318,7 +319,7 @@ async def test_a_sweep_that_fails_comes_again_though_nothing_more_is_stored(
         if mended:
             return real(self, place, but)
         failed += 1
-        raise StoreError("the connection was closed")
+        raise fault
 
     monkeypatch.setattr(DirectoryClient, "listed", listed)
     monkeypatch.setattr(sweeper, "FIRST_SECONDS", 0.02)
