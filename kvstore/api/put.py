@@ -191,11 +191,7 @@ class Puts:
         finally:
             self._calls.remove(call)
         self._driver.check_storing()
-        if call.era == self._core.era:
-            short = call.given_up - call.withdrawn - call.declined
-            chunks, hidden = self._core.chunks, self._core.hidden
-            absent = (key for key in short if key in hidden or key not in chunks)
-            self._core.refuse(sum(not self.has(key) for key in absent))
+        self._count_refused(call)
         return next((n for n, key in enumerate(keys) if not self.has(key, own=durable)), len(keys))
 
     async def _put(
@@ -222,6 +218,15 @@ class Puts:
                 self._core.save_first(part)
             here += part
             offered = end
+
+    def _count_refused(self, call: _Call) -> None:
+        """Count what found no room, and is not being stored by another call either."""
+        if call.era != self._core.era:
+            return
+        chunks, hidden = self._core.chunks, self._core.hidden
+        lost = call.given_up - call.withdrawn - call.declined
+        absent = (key for key in lost if key in hidden or key not in chunks)
+        self._core.refuse(sum(not self.has(key) for key in absent))
 
     async def _lost(
         self, call: _Call, keys: Sequence[bytes], sources: Sequence[npt.NDArray[np.uint8]]
@@ -271,8 +276,9 @@ class Puts:
     def _is_here(self, key: bytes) -> bool:
         """Whether host memory has the chunk, or reads it."""
         chunk = self._core.chunks.get(key)
-        there = chunk is not None and (chunk.state != FILLING or chunk.stored_by is None)
-        return there and key not in self._core.hidden
+        if chunk is None or key in self._core.hidden:
+            return False
+        return chunk.state != FILLING or chunk.stored_by is None
 
     def _is_read(self, key: bytes) -> bool:
         """Whether the chunk is being read from a tier, and may yet turn out to be damaged."""

@@ -262,30 +262,25 @@ def test_a_prompt_that_will_never_fit_is_not_waited_for(policy: str, pinned: int
     assert not grant.keys
 
 
-@pytest.mark.parametrize("policy", ["lru", "fifo"])
-def test_the_holes_of_a_prompt_are_filled_from_its_end_without_waiting(policy: str) -> None:
-    rig = rig_of(policy, 7)
-    keys, others = chain("p", 5), chain("other", 4)
-    rig.put([keys[2], keys[4], *others])
+HOLES = [("lru", 7, (2, 4), 3), ("fifo", 7, (2, 4), 3)]
+"""A policy, rows, which chunks of a prompt are there, and how many of its first are then."""
+
+NO_HEAD = [(policy, 9, (2, 3, 4, 5, 6), 5) for policy in POLICIES]
+
+
+@pytest.mark.parametrize(("policy", "rows", "there", "first"), [*HOLES, *NO_HEAD])
+def test_what_is_missing_of_a_prompt_takes_rows_of_its_end_without_waiting(
+    policy: str, rows: int, there: tuple[int, ...], first: int
+) -> None:
+    rig = rig_of(policy, rows)
+    keys, others = chain("p", there[-1] + 1), chain("other", 4)
+    rig.put([*(keys[number] for number in there), *others])
     rig.step()
     assert rig.ask(others, "l") == 4
     rig.load(others, "l")
     rig.step()
     grant = rig.core.prepare_store(keys, "w", patient=True)
     assert grant is not None
-    assert [key in rig.core._pool.chunks for key in keys] == [True] * 3 + [False] * 2
+    here = [key in rig.core._pool.chunks for key in keys]
+    assert here == [number < first for number in range(len(keys))]
     assert not grant.declined
-
-
-@pytest.mark.parametrize("policy", POLICIES)
-def test_the_head_of_a_prompt_takes_rows_of_its_end_without_waiting(policy: str) -> None:
-    rig = rig_of(policy, 9)
-    keys, others = chain("p", 7), chain("other", 4)
-    rig.put([*keys[2:], *others])
-    rig.step()
-    assert rig.ask(others, "l") == 4
-    rig.load(others, "l")
-    rig.step()
-    grant = rig.core.prepare_store(keys, "w", patient=True)
-    assert grant is not None
-    assert [key in rig.core._pool.chunks for key in keys] == [True] * 5 + [False] * 2

@@ -158,7 +158,6 @@ class Sweeper:
         self._due = asyncio.Event()
         self._sweeping = asyncio.Lock()
         self._told_fault: str | None = None
-        self._failed = False
         # Why the first call of this sweep that failed did, and how many since one that did not.
         self._refused: StoreError | None = None
         self._refusals = 0
@@ -194,28 +193,28 @@ class Sweeper:
                 async with asyncio.timeout(wait):
                     await self._due.wait()
             early = self._due.is_set()
+            done = False
             try:
-                await self.sweep()
+                done = await self.sweep()
             except Exception as error:
                 self._fault = f"a sweep raised {error!r}"
                 logger.exception("a sweep raised", extra=about("store.not_swept"))
-            if not self._failed:
+            if done:
                 wait, again = SWEEP_SECONDS, FIRST_SECONDS
             else:
                 wait, again = again, again if early else min(2 * again, SWEEP_SECONDS)
 
-    async def sweep(self) -> None:
-        """Sweep once, as far as the client can list values."""
+    async def sweep(self) -> bool:
+        """Sweep once, as far as the client can list values; False if the store failed."""
         async with self._sweeping:
             self._due.clear()
-            self._stored, self._failed = 0, True
+            self._stored = 0
             self._refused, self._refusals = None, 0
             client, left = self._reached(), set(self.left)
             if not isinstance(client, ListingClient):
-                self._failed = False
                 if self._capacity is not None:
                     self._tell("the store cannot list its values: capacity_bytes has no effect")
-                return
+                return True
             try:
                 ages = await self._remove_unused(client, left)
                 if self._refused is None:
@@ -231,9 +230,9 @@ class Sweeper:
                 if self._capacity is not None:
                     risk = "it may grow beyond its capacity"
                 self._tell(f"the store cannot be swept ({error}): {risk}")
-            else:
-                self._failed = False
-                self._tell(None if self._capacity is None else complaint)
+                return False
+            self._tell(None if self._capacity is None else complaint)
+            return True
 
     def _tell(self, fault: str | None) -> None:
         """Tell what is wrong with the sweeps; log it once, until nothing is."""
