@@ -17,7 +17,7 @@ import re
 import secrets
 import stat
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import compress
 from pathlib import Path
@@ -38,7 +38,7 @@ from kvstore.maintenance.survey import (
 )
 from kvstore.policies.shares import Shares
 from kvstore.tiers.disk.epoch import MAX_EPOCH, read_epoch
-from kvstore.tiers.disk.format import Geometry
+from kvstore.tiers.disk.format import SEGMENT_BYTES, Geometry
 from kvstore.tiers.disk.index import read_index
 from kvstore.tiers.disk.io.base import read_bytes
 from kvstore.tiers.disk.namespace import Namespace, enclosing, read_namespace
@@ -66,6 +66,11 @@ MAX_HEADER = 100 * 2**20
 NO_KEY = "payload is encrypted with a key that is not known"
 
 NOT_READ = "payload cannot be read"
+
+MOVED = "moved to another place each time when it was to be read"
+
+MOST_LOOKS = 4
+"""How often a chunk is looked for that is moved to another place meanwhile."""
 
 LEFT_SECONDS = 3600.0
 """A temporary file that was not written to for so long is one of a process that was killed."""
@@ -364,28 +369,17 @@ def _write(
     good: dict[bytes, Place] = {}
     out.seek(8 + room)
     size = max(1, WRITTEN_AT_ONCE // next(iter(found.values())).size)
-    for keys in _batches(list(found), size):
-        payloads: dict[bytes, bytes | None] = {}
-        for key in keys:
-            found[key], payloads[key] = read_whole(found[key], sealer)
-        kept = _still_there([found[key] for key in keys])
-        for key, payload in payloads.items():
-            place = found[key]
-            checked = place.proof.checkable(sealer)
-            # A payload that a server replaces meanwhile is no fault, and without its key nothing
-            # tells whether it is the one that belongs to the record.
-            if key not in kept and (payload is None or not checked):
-                continue
-            if payload is None:
-                what = f"payload does not match its {place.proof.name}" if checked else NOT_READ
-                done.faults.append(Fault(str(place.path), place.slot, what, key.hex()))
-                continue
-            out.write(payload)
-            good[key] = place
-            done.chunks += 1
-            done.unchecked += not checked
-            done.bytes += len(payload)
+    for _ in range(MOST_LOOKS):
+        elsewhere: list[bytes] = []
+        for keys in _batches(list(found), size):
+            elsewhere += _write_some(out, keys, found, sealer, done, good)
             progress(done.bytes, total)
+        # What is compacted meanwhile has another place now, and what was removed has none.
+        found = places_of(the_namespace(namespace.path), elsewhere) if elsewhere else {}
+        if not found:
+            break
+    for key, place in found.items():
+        done.faults.append(Fault(str(place.path), place.slot, MOVED, key.hex()))
     if not good:
         raise KVStoreError(f"{namespace.path} holds no whole chunk to export: see kvstore verify")
     out.seek(0)
@@ -394,6 +388,38 @@ def _write(
     out.flush()
     os.fsync(out.fileno())
     return done
+
+
+def _write_some(
+    out: Any,
+    keys: Sequence[bytes],
+    found: dict[bytes, Place],
+    sealer: Sealer | None,
+    done: Exported,
+    good: dict[bytes, Place],
+) -> list[bytes]:
+    """Write these chunks, and add them to `good`; returns those that are not there any more."""
+    payloads: dict[bytes, bytes | None] = {}
+    for key in keys:
+        found[key], payloads[key] = read_whole(found[key], sealer)
+    kept, elsewhere = _still_there([found[key] for key in keys]), []
+    for key, payload in payloads.items():
+        place = found[key]
+        checked = place.proof.checkable(sealer)
+        # A payload that a server replaces meanwhile is no fault, and without its key nothing tells
+        # whether it is the one that belongs to the record.
+        if key not in kept and (payload is None or not checked):
+            elsewhere.append(key)
+        elif payload is None:
+            what = f"payload does not match its {place.proof.name}" if checked else NOT_READ
+            done.faults.append(Fault(str(place.path), place.slot, what, key.hex()))
+        else:
+            out.write(payload)
+            good[key] = place
+            done.chunks += 1
+            done.unchecked += not checked
+            done.bytes += len(payload)
+    return elsewhere
 
 
 def _still_there(places: Collection[Place]) -> set[bytes]:
@@ -501,6 +527,8 @@ def import_bundle(
         whole += bundle.chunk_bytes
         if size < whole:
             what = f"the bundle is cut short: {size} of {whole} bytes"
+            if all(at + bundle.chunk_bytes > size for at, _ in bundle.places.values()):
+                raise KVStoreError(f"{file}: {what}, and no chunk of it is whole")
             done.faults.append(Fault(str(file), None, what))
         config = _config(bundle, path, capacity_bytes, keys, strict_modes)
         digest = Namespace(bundle.namespace, bundle.identity).digest
@@ -512,6 +540,8 @@ def import_bundle(
         # Before the store is opened, which would be in the newer epoch of a reset in between.
         epoch = read_epoch(folder)
         with open_sync(config) as store:
+            # Nothing may be stored in that.
+            _check_epoch(folder, epoch)
             places = places_of(the_namespace(folder), bundle.places)
             for names in _batches(list(bundle.places), batch):
                 looked += len(names)
@@ -535,10 +565,14 @@ def import_bundle(
                 progress(looked, len(bundle.places))
     finally:
         os.close(fd)
-    if read_epoch(folder) != epoch:
-        raise KVStoreError(f"{folder} was reset meanwhile: import the bundle again, or not at all")
+    _check_epoch(folder, epoch)
     done.stored = len(places_of(the_namespace(folder), good))
     return done
+
+
+def _check_epoch(folder: Path, epoch: int) -> None:
+    if read_epoch(folder) != epoch:
+        raise KVStoreError(f"{folder} was reset meanwhile: import the bundle again, or not at all")
 
 
 def _is_whole(
@@ -606,7 +640,9 @@ def _config(
         )
     slot_bytes = round_to_page(bundle.chunk_bytes)
     smallest = Geometry(1, slot_bytes, bundle.chunk_bytes).file_bytes
-    segment_bytes = max(smallest, bundle.segment_bytes)
+    # It may claim what it likes, and a segment takes its whole size on the disk.
+    whole = Geometry(len(bundle.places), slot_bytes, bundle.chunk_bytes).file_bytes
+    segment_bytes = max(smallest, min(bundle.segment_bytes, max(SEGMENT_BYTES, whole)))
     found = _found_at(path, capacity_bytes)
     lanes = [lane for each in found for lane in each.lanes]
     # Beside all that is there, of which nothing shall be displaced.
@@ -676,6 +712,8 @@ def _read_header(fd: int, file: Path) -> _Bundle:
         identity, digests = json.loads(told["identity"]), json.loads(told["digests"])
         if not entries:
             raise wrong("it holds no chunk")
+        if any(int(start) < 0 for start, _ in _offsets(entries)):
+            raise wrong("a chunk of it begins before its first byte")
         sizes = {int(end) - int(start) for start, end in _offsets(entries)}
         if len(sizes) != 1 or identity["chunk_bytes"] not in sizes or min(sizes) < 1:
             raise wrong("its chunks are not of one size")

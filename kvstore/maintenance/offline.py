@@ -39,7 +39,7 @@ from kvstore.tiers.disk.index import read_index
 from kvstore.tiers.disk.lane import LOCK_NAME, Lane
 from kvstore.tiers.disk.namespace import read_namespace
 from kvstore.tiers.disk.segment import segment_files
-from kvstore.tiers.disk.trust import Trust, open_folder
+from kvstore.tiers.disk.trust import Trust, open_folder, sync_folder
 from kvstore.types import check_key
 
 __all__ = [
@@ -148,7 +148,7 @@ def purge(
     dry_run: bool = False,
     strict_modes: bool = True,
 ) -> list[PurgedLane]:
-    """Forget the chunks that meet all given conditions.
+    """Forget the chunks that meet all given conditions, also across a power cut.
 
     The files keep their size; `compact` frees the space.
 
@@ -186,6 +186,9 @@ def purge(
                     _purge_segment(path, one, wanted, tags, since, trust, its, dry_run)
                 except ForeignFileError as error:
                     one.faults.append(Fault.of(path, error))
+            if not dry_run:
+                # Files that were removed before must not come back either.
+                sync_folder(folder)
 
     return _on_each_lane(namespaces_to_change(path, namespace), PurgedLane, act)
 
@@ -332,15 +335,15 @@ def _purge_segment(
         and its_key.startswith(tags)
         and (unused_since_ms is None or used < unused_since_ms)
     ]
-    if slots:
-        fd = _open_to_write(path, trust, dry_run=dry_run)
-        try:
-            for slot in () if dry_run else slots:
+    fd = _open_to_write(path, trust, dry_run=dry_run) if slots else open_at_once(path)
+    try:
+        if not dry_run:
+            for slot in slots:
                 os.pwrite(fd, bytes(RECORD_BYTES), geometry.index_offset + slot * RECORD_BYTES)
-            if not dry_run:
-                os.fdatasync(fd)
-        finally:
-            os.close(fd)
+            # Also what was erased before, and is not on the medium yet.
+            os.fdatasync(fd)
+    finally:
+        os.close(fd)
     # What is from before a reset is erased, too, but nobody would have found it.
     counted = {*live.of_epoch(*namespace.epochs).slots}
     count = sum(slot in counted for slot in slots)

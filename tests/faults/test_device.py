@@ -92,6 +92,23 @@ async def test_a_power_cut_after_compaction_leaves_what_had_been_synced(
         assert await caller.get(kept) == len(kept)
 
 
+async def test_what_was_purged_does_not_come_back_after_a_power_cut(device: Device) -> None:
+    cache, all_keys = device.place / "cache", keys_of(range(SEGMENTS * SLOTS))
+    async with calling(cache) as caller:
+        for start in range(0, SEGMENTS * SLOTS, SLOTS):
+            await caller.save(range(start, start + SLOTS))
+    purge(cache, key=[key for n, key in enumerate(all_keys) if n % 4])
+    device.sync()
+    (done,) = compact(cache)
+    assert done.result is not None
+    assert done.result.moved > 0
+    purge(cache)
+    device.cut_power()
+    device.restart()
+    async with calling(device.place / "cache") as caller:
+        assert await caller.each(range(SEGMENTS * SLOTS)) == set()
+
+
 async def test_a_file_system_that_turns_read_only_goes_on_serving(
     ext4: Device, caplog: pytest.LogCaptureFixture
 ) -> None:

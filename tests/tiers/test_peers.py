@@ -25,6 +25,7 @@ from kvstore.tiers.disk import format as disk_format
 from kvstore.tiers.disk.descriptors import SPARE_DESCRIPTORS
 from kvstore.tiers.disk.io import IOBackend
 from kvstore.tiers.disk.io.base import read_bytes
+from kvstore.tiers.disk.lane import lane_folders
 from kvstore.tiers.disk.places import Places
 from kvstore.tiers.disk.watch import IN_TURN, Watch
 from kvstore.types import Changes
@@ -329,6 +330,36 @@ async def many_segments(open_bench: OpenBench, count: int) -> TierBench:
     for _ in range(count - 1):
         assert (await owner.tier.grow())[0] is not None
     return owner
+
+
+@pytest.mark.parametrize("fate", ["moved", "removed"])
+async def test_lanes_of_a_cache_that_was_made_in_the_place_of_its_own_are_not_followed(
+    folder: Path, open_bench: OpenBench, follow: Follow, fate: str
+) -> None:
+    _, follower = await followed(open_bench, follow)
+    if fate == "moved":
+        folder.rename(folder.with_name("elsewhere"))
+    else:
+        shutil.rmtree(folder)
+    for _ in range(3):
+        await open_bench().store(KEYS, ALL)
+    await follower.look()
+    assert not follower.entries
+
+
+async def test_a_cache_that_changes_places_amid_a_look_is_not_followed(
+    folder: Path, open_bench: OpenBench, follow: Follow, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _, follower = await followed(open_bench, follow)
+    real, away = lane_folders, folder.with_name("elsewhere")
+
+    def moved(*arguments: Any) -> Any:
+        folder.rename(away)
+        shutil.copytree(away, folder)
+        return real(*arguments)
+
+    monkeypatch.setattr(watch, "lane_folders", moved)
+    assert not (await follower.tier.refresh()).appeared
 
 
 async def test_opening_counts_the_open_files_once_for_each_lane(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 import shutil
@@ -456,6 +457,24 @@ async def test_a_lane_that_was_used_since_it_was_looked_at_keeps_its_segments(
     lanes.make_room(0)
     assert segments(folder, OLD) == [0, 1, 2]
     assert lanes.removed == 0
+
+
+@pytest.mark.parametrize("looked", [False, True])
+async def test_a_cache_that_was_made_in_the_place_of_its_own_is_left_alone(
+    folder: Path, open_bench: OpenBench, at_once: None, looked: bool
+) -> None:
+    await leave(open_bench, folder, OLD, 1000)
+    own = open_bench(segments=4 * SEGMENTS)
+    lanes = disk_of(own).volumes[0].unowned
+    if looked:
+        assert lanes.make_room(1000 * SEGMENT)
+    folder.rename(folder.with_name("elsewhere"))
+    await leave(open_bench, folder, OLD, 1000)
+    if looked:
+        lanes._look_at = float("inf")
+    with contextlib.nullcontext() if looked else pytest.raises(OSError, match="lane-0"):
+        lanes.make_room(0)
+    assert segments(folder, OLD) == [0, 1, 2]
 
 
 async def test_what_strangers_left_in_ones_own_lane_counts_when_others_give_way(

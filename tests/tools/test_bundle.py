@@ -7,6 +7,7 @@ import contextlib
 import errno
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -32,6 +33,7 @@ from kvstore.maintenance.bundle import (
 )
 from kvstore.maintenance.offline import compact, purge
 from kvstore.tiers.disk.epoch import raise_epoch
+from kvstore.tiers.disk.format import SEGMENT_BYTES
 from kvstore.tiers.disk.namespace import FILE_NAME
 from tests.patience import PATIENCE
 from tests.store.support import CHUNK, contents, keys_of, payloads, small
@@ -505,6 +507,44 @@ async def test_a_reset_meanwhile_leaves_no_bundle(tmp_path: Path) -> None:
     assert [one.name for one in tmp_path.iterdir()] == ["here"]
 
 
+async def test_a_reset_just_before_an_import_leaves_no_chunk(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = await exported(tmp_path)
+    namespace, real = await fill(tmp_path / "there", keys_of("other", 1)), kvstore.open_sync
+
+    def opened(*arguments: Any) -> Any:
+        raise_epoch(namespace, 1)
+        return real(*arguments)
+
+    monkeypatch.setattr("kvstore.maintenance.bundle.open_sync", opened)
+    with pytest.raises(KVStoreError, match="was reset meanwhile"):
+        import_bundle(file, tmp_path / "there")
+    assert places_of(the_namespace(namespace)) == {}
+
+
+async def test_what_is_compacted_meanwhile_is_exported_from_its_new_place(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "here"
+    namespace = await fill(path, keys_of("prompt", 60))
+    purge(namespace, key=keys_of("prompt", 60)[::2])
+    left = set(keys_of("prompt", 60)[1::2])
+    monkeypatch.setattr(bundle, "WRITTEN_AT_ONCE", 4 * CHUNK)
+    before = {key: place.path for key, place in places_of(the_namespace(path)).items()}
+    compacted: list[object] = []
+
+    def progress(done: float, total: float) -> None:
+        if not compacted:
+            compacted.extend(compact(path))
+
+    done = export_bundle(path, tmp_path / "bundle", progress=progress)
+    after = {key: place.path for key, place in places_of(the_namespace(path)).items()}
+    assert sum(before[key] != after[key] for key in left) > 4 * 2
+    assert (done.faults, done.chunks) == ([], len(left))
+    assert set(load_file(str(tmp_path / "bundle"))) == {key.hex() for key in left}
+
+
 async def test_chunks_of_a_server_that_was_not_reset_are_not_mixed_in(tmp_path: Path) -> None:
     file = tmp_path / "bundle.safetensors"
     async with (
@@ -591,6 +631,23 @@ async def test_a_bundle_that_was_cut_short_is_called_that_once(tmp_path: Path) -
     assert said.count("WRONG") == 1
     assert f"the bundle is cut short: {size - 3 * CHUNK} of {size} bytes" in said
     assert "has 17 of 20 chunks now" in said
+    os.truncate(file, size - 20 * CHUNK + 100)
+    there = tmp_path / "elsewhere"
+    assert "and no chunk of it is whole" in error_of("import", file, there)
+    assert not there.exists()
+
+
+async def test_a_bundle_takes_no_more_of_a_disk_than_its_chunks_need(tmp_path: Path) -> None:
+    file = await exported(tmp_path)
+    content = file.read_bytes()
+    claim = re.search(rb'"segment_bytes": "(\d+)"', content)
+    assert claim is not None
+    more = content.replace(claim[0], claim[0][:-1] + b'000000"')
+    room = int.from_bytes(content[:8], "little") + len(more) - len(content)
+    file.write_bytes(room.to_bytes(8, "little") + more[8:])
+    assert "has 20 of 20 chunks now" in run("import", file, tmp_path / "there")
+    taken = sum(each.stat().st_blocks * 512 for each in (tmp_path / "there").rglob("segment-*"))
+    assert taken < 2 * SEGMENT_BYTES
 
 
 def header(offsets: list[int], version: int, epoch: int = 0) -> bytes:
@@ -615,6 +672,7 @@ def header(offsets: list[int], version: int, epoch: int = 0) -> bytes:
         ((58).to_bytes(8, "little") + b'{"__metadata__": {"format": "pt", "version": "1"}}        ',
          "its format is 'pt'"),
         (header([5000, 0], 1), "its chunks are not of one size"),
+        (header([-5000, -904], 1), "a chunk of it begins before its first byte"),
         (header([0, 4096], 1, epoch=-1), "its epoch is -1"),
         (header([0, 4096], 1, epoch=2**64), "its epoch is 18446744073709551616"),
     ],

@@ -75,7 +75,7 @@ class UnownedLanes:
 
     def __init__(self, own: Lane, trust: Trust) -> None:
         self.removed = 0
-        self._own = own.folder
+        self._lane, self._own = own, own.folder
         self._trust = trust
         self._spare: deque[_Spare] = deque()
         self._told: set[Path] = set()
@@ -133,6 +133,7 @@ class UnownedLanes:
             return held <= most_bytes
 
     def _look(self) -> None:
+        self._lane.check_place()
         lanes: list[tuple[bool, int, list[_Spare]]] = []
         for folder, digest in self._lanes():
             spare = _spare_segments(folder, digest, self._trust)
@@ -166,6 +167,8 @@ class UnownedLanes:
             try:
                 if self._trust.file_fault(fd, written=True) is not None:
                     return
+                # Else it is of another cache, which was put in the place of its own.
+                self._lane.check_place()
                 remove_file(one.path, fd)
             finally:
                 os.close(fd)

@@ -37,6 +37,9 @@ __all__ = ["SLOTS_PER_SEGMENT", "Watch", "Watched"]
 LASTING = (errno.EACCES, errno.EPERM, errno.ELOOP, errno.EISDIR, errno.ENXIO)
 """What is said of a file that nobody mends soon: not ours to read, or no file."""
 
+GONE = (errno.ENOENT, errno.ENOTDIR, errno.ESTALE)
+"""What is said of a cache that is not there any more, or is another one."""
+
 logger = logging.getLogger("kvstore.disk")
 
 SLOTS_PER_SEGMENT = 2**24
@@ -169,14 +172,15 @@ class Watch:
         self._forget_wrong()
         unread: dict[Path, OSError] = {}
         try:
+            self._own.lane.check_place()
             found = lane_folders(own.parent, self._own.trust, unread)
-        except FileNotFoundError as error:
-            _tell(own.parent, error)
-            found = []
         except OSError as error:
-            # What is known may be right all the same: nothing says that it is gone.
             _tell(own.parent, error)
-            return
+            if error.errno not in GONE:
+                # What is known may be right all the same: nothing says that it is gone.
+                return
+            # What is in its place is another cache, where the same epoch stands for other weights.
+            found = []
         for folder, reason in unread.items():
             _tell(folder, reason)
         folders = [folder for _, folder in found if folder != own]
@@ -272,6 +276,8 @@ class Watch:
             return None
         segment = Segment.follow(path, header, self._own.backend, self._own.trust)
         segment.epoch = self._epoch
+        # The path led there a moment ago: now it is certain that it still leads to the same cache.
+        self._own.lane.check_place()
         self._room -= 1
         crcs = np.zeros(its.slots, np.uint32)
         keys = np.full(its.slots, None, np.object_)
