@@ -123,7 +123,7 @@ def add_ctl_arguments(parser: argparse.ArgumentParser) -> None:
         ("retain", "protect chunks from eviction"),
         ("release", "end the protection of chunks; they are the first to leave"),
         ("demote", "let chunks leave host memory once a tier has them"),
-        ("remove", "remove chunks everywhere, durably"),
+        ("remove", "remove chunks from host memory and all tiers of the process"),
     ):
         command = commands.add_parser(name, help=text, description=text)
         command.add_argument("keys", nargs="*", metavar="KEY", help="keys in hexadecimal")
@@ -294,10 +294,14 @@ def _dry_lines(told: dict[str, Any]) -> list[str]:
 
 def _status_lines(told: dict[str, Any]) -> list[str]:
     host, stats = told["host"], told["stats"]
+    used = host["bytes"] * stats["chunks"] // max(1, stats["rows"])
+    size = format_size(host["bytes"])
+    if host["bytes"] < host["allocated_bytes"]:
+        size += f" ({format_size(host['allocated_bytes'])} are allocated)"
     lines = [
         f"process {told['pid']}",
-        f"host: {stats['chunks']} chunks, {format_size(host['bytes'])} of "
-        f"{format_size(host['allocated_bytes'])} in use, {host['eviction_policy']}",
+        f"host: {stats['chunks']} chunks, {format_size(used)} of {size} in use, "
+        f"{host['eviction_policy']}",
     ]
     for tier, its in zip(told["tiers"], stats["tiers"], strict=True):
         line = f"tier {tier['tier']}, {tier['name']}: {its['chunks']} chunks"

@@ -96,16 +96,16 @@ def _print(namespace: NamespaceSurvey, *, segments: bool, settings: bool) -> Non
         print_table(["key", ">chunks"], rows, indent=2)
     if segments:
         for lane in namespace.lanes:
-            _print_segments(lane)
+            _print_segments(lane, outdated=outdated)
     for fault in namespace.faults:
         print(f"  WRONG {fault}")
 
 
 def _row(lane: LaneSurvey, *, outdated: bool) -> list[object]:
     its = lane.segments
-    row: list[object] = [lane.number, lane.owner or "-"]
-    row.append(f"{sum(segment.live for segment in its):,}")
-    row.append(format_size(sum(segment.live_bytes for segment in its)))
+    row: list[object] = [lane.number, "-" if lane.owner is None else lane.owner or "?"]
+    row.append(f"{sum(segment.counted for segment in its):,}")
+    row.append(format_size(sum(segment.counted * segment.chunk_bytes for segment in its)))
     row.append(format_size(sum(segment.file_bytes for segment in its)))
     row += [f"{len(its):,}", f"{sum(segment.reads for segment in its):,}"]
     if outdated:
@@ -116,18 +116,22 @@ def _row(lane: LaneSurvey, *, outdated: bool) -> list[object]:
     return row
 
 
-def _print_segments(lane: LaneSurvey) -> None:
+def _print_segments(lane: LaneSurvey, *, outdated: bool) -> None:
     if not lane.segments:
         return
     print(f"  lane {lane.number}")
     print_table(
-        ["segment", ">live", ">slots", ">bytes", ">reads", ">oldest", ">newest", ">used"],
+        [
+            *("segment", ">chunks", *[">outdated"] * outdated),
+            *(">slots", ">bytes", ">reads", ">oldest", ">newest", ">used"),
+        ],
         [
             (
                 segment.path.rsplit("/", 1)[-1],
-                segment.live,
+                segment.counted,
+                *[segment.outdated] * outdated,
                 segment.slots,
-                format_size(segment.live_bytes),
+                format_size(segment.counted * segment.chunk_bytes),
                 segment.reads,
                 age(segment.oldest_ms),
                 age(segment.newest_ms),

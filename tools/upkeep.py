@@ -146,8 +146,17 @@ def run_gc(options: argparse.Namespace) -> int:
     modes, dry_run = options.strict_modes, options.dry_run
     forgot: list[PurgedLane] = []
     gave: list[CompactedLane] = []
+    spared: list[str] = []
     for each in old:
         try:
+            # The question, and those before it, may have taken a while.
+            (now,) = namespaces_to_change(each.path)
+            if _is_open(now) or _last_use(now) > _last_use(each):
+                spared.append(each.name)
+                forgot.append(
+                    PurgedLane(each.path, refused="used by a process by now: not emptied")
+                )
+                continue
             forgot += purge(each.path, dry_run=dry_run, strict_modes=modes)
             if not dry_run:
                 gave += compact(each.path, strict_modes=modes)
@@ -160,7 +169,7 @@ def run_gc(options: argparse.Namespace) -> int:
         told: dict[str, object] = {
             "dry_run": dry_run,
             "kept": [each.name for each in kept],
-            "emptied": [each.name for each in old],
+            "emptied": [each.name for each in old if each.name not in spared],
             "left": left,
         }
         told["lanes"] = [dataclasses.asdict(one) for one in forgot]
@@ -195,7 +204,7 @@ def _segments(namespace: NamespaceSurvey) -> list[SegmentSurvey]:
 
 
 def _is_open(namespace: NamespaceSurvey) -> bool:
-    return any(lane.owner for lane in namespace.lanes)
+    return any(lane.owner is not None for lane in namespace.lanes)
 
 
 def _file_bytes(namespace: NamespaceSurvey) -> int:

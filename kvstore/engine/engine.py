@@ -84,6 +84,8 @@ class Engine:
         self._done: deque[Completion] = deque()
         self._tasks: dict[asyncio.Task[None], int] = {}
         """Moves under way, with the numbers of their tiers."""
+        self._called: dict[int, str] = {}
+        """How tiers are called in the log, by their numbers."""
         self._followers: list[asyncio.Task[None]] = []
         self._companions: set[asyncio.Task[None]] = set()
         self._pid = os.getpid()
@@ -253,7 +255,10 @@ class Engine:
 
     def _tell(self, move: Move, completion: Completion, raised: BaseException | None) -> None:
         """Log faults, except those of copies, which the core logs itself."""
-        what = move.op.value if len(self._tiers) == 1 else f"{move.op.value}, tier {move.tier}"
+        tier = _name_of(self._tiers[move.tier])
+        # What is told of lanes changes, and a complaint is ended by the name that it began with.
+        called = self._called.setdefault(move.tier, tier.partition(",")[0])
+        what = f"{move.op.value}, {called}"
         now = time.monotonic()
         if completion.error is None:
             self._complaints.went_well(what, f"{what} works again", now)
@@ -261,7 +266,6 @@ class Engine:
         if move.op is Op.CASCADE and raised is None:
             return
         failed = max(1, completion.ok.count(False))
-        tier = _name_of(self._tiers[move.tier])
         told = self._complaints.failed(what, completion.error, now, failed, tier=tier)
         if told and raised is not None:
             logger.error(

@@ -175,8 +175,8 @@ def purge(
         owners = [other.owner for other in its.lanes if other.owner is not None]
         if since is not None and owners and lane.owner is None:
             raise LaneBusyError(
-                f"lane {lane.number} of {folder.parent} may be read by process {owners[0]}, and "
-                "reads of a lane that a process does not own are not noted: what is used is unknown"
+                f"lane {lane.number} of {folder.parent} may be read by process {owners[0] or '?'}, "
+                "and reads of a lane that a process does not own are not noted: what is used is unknown"
             )
         if dry_run:
             _check_lane(folder, lane, trust)
@@ -278,7 +278,7 @@ def _check_lane(folder: Path, lane: LaneSurvey, trust: Trust) -> None:
     os.close(open_folder(folder.parent, trust, own=True))
     if lane.owner is not None:
         raise LaneBusyError(
-            f"lane {lane.number} of {folder.parent} is in use by process {lane.owner}"
+            f"lane {lane.number} of {folder.parent} is in use by process {lane.owner or '?'}"
         )
     os.close(open_folder(folder, trust, own=True))
     with suppress(FileNotFoundError):

@@ -15,10 +15,11 @@ import pytest
 
 from kvstore.errors import ForeignFileError, PathUnusableError
 from kvstore.testing.bench import key_of
-from kvstore.tiers.disk import DiskTier
+from kvstore.tiers.disk import DiskTier, epoch
 from kvstore.tiers.disk.epoch import EPOCH_NAME, MAX_EPOCH, raise_epoch, read_epoch
 from kvstore.tiers.disk.lane import LOCK_NAME
 from kvstore.tiers.disk.volume import Volume
+from tests.patience import TOO_LONG
 from tests.tiers.conftest import OpenBench
 from tests.tiers.support import NAMESPACE, SEGMENT, SLOTS, Child, bench_of, disk_of, lane_of
 
@@ -94,6 +95,30 @@ def test_an_epoch_that_another_process_is_moving_is_waited_for_but_not_for_ever(
     assert read_epoch(space) == 0
     holder.kill()
     assert raise_epoch(space, 1) == 0
+
+
+def test_a_child_that_is_forked_amid_it_keeps_no_lock(
+    space: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real, children = epoch._write, list[int]()
+
+    def write(folder: Path, number: int) -> None:
+        child = os.fork()
+        if not child:
+            time.sleep(TOO_LONG)
+            os._exit(0)
+        children.append(child)
+        real(folder, number)
+
+    monkeypatch.setattr(epoch, "_write", write)
+    try:
+        assert raise_epoch(space, 1) == 0
+        monkeypatch.setattr(epoch, "LOCK_SECONDS", 0.0)
+        assert raise_epoch(space, 2) == 1
+    finally:
+        for child in children:
+            os.kill(child, signal.SIGKILL)
+            os.waitpid(child, 0)
 
 
 def test_a_process_that_is_killed_while_it_moves_the_epoch_leaves_the_old_one_or_the_new(

@@ -220,7 +220,7 @@ def test_a_newer_version_is_refused_by_name() -> None:
     told = json.loads(encode_header(Header("ab" * 32, SEGMENT_ID, Geometry(8, SLOT, CHUNK)))[8:])
     told["__metadata__"]["version"] = "3"
     with pytest.raises(
-        ForeignFileError, match="format version 3; this program reads versions 1 and 2"
+        ForeignFileError, match="format version '3'; this program reads versions 1 and 2"
     ):
         parse_header(page_of(json.dumps(told)), "segment-0")
 

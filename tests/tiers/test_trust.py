@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import ctypes
+import fcntl
 import os
 import shutil
 import stat
+import struct
 import subprocess
 import sys
 import tempfile
 import textwrap
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -26,6 +30,9 @@ from tests.tiers.support import NAMESPACE, SEGMENT, SLOTS, STRANGER, Child, lane
 KEYS = [key_of(n) for n in range(SLOTS)]
 
 StartChild = Callable[..., Child]
+
+AUTOFS_READY = 0x9360
+"""Tells the kernel that what it asked for is mounted."""
 
 
 @pytest.fixture
@@ -158,6 +165,26 @@ def test_the_group_that_a_user_has_alone_is_that_user(
     open_bench().abandon()
     found[3] = [owner.pw_name, "somebody"]
     assert "may be written by group" in refusal(open_bench, folder)
+    found[3] = []
+    other = pwd.struct_passwd(["other", "x", owner.pw_uid + 1, owner.pw_gid, "", "/", "/bin/sh"])
+    monkeypatch.setattr(pwd, "getpwall", lambda: [owner, other])
+    assert "may be written by group" in refusal(open_bench, folder)
+
+
+@pytest.mark.parametrize("part", ["path", "namespace", "lane", "namespace.json"])
+async def test_what_an_access_control_list_lets_others_write_to_is_refused(
+    stored: Path, open_bench: OpenBench, part: str
+) -> None:
+    path, nobody = part_of(stored, part), 0xFFFFFFFF
+    entries = [(1, 7, nobody), (2, 7, STRANGER), (4, 0, nobody), (16, 7, nobody), (32, 0, nobody)]
+    packed = [struct.pack("<HHI", *entry) for entry in entries]
+    try:
+        os.setxattr(path, "system.posix_acl_access", struct.pack("<I", 2) + b"".join(packed))
+    except OSError as error:
+        pytest.skip(f"no access control lists here: {error}")
+    message = refusal(open_bench, stored)
+    assert str(path) in message
+    assert "may be written by those whom its access control list names" in message
 
 
 def part_of(cache: Path, part: str) -> Path:
@@ -270,6 +297,45 @@ def test_where_a_link_leads_is_looked_at_too(tmp_path: Path, open_bench: OpenBen
     (tmp_path / "open").chmod(0o777)
     (tmp_path / "link").symlink_to("open")
     assert f"{tmp_path / 'open'} may be" in refusal(open_bench, tmp_path / "link" / "cache")
+
+
+@pytest.mark.usefixtures("as_root")
+@pytest.mark.parametrize("below", ["", "below/it"])
+def test_what_is_mounted_when_it_is_used_is_used(tmp_path: Path, below: str) -> None:
+    place, libc = tmp_path / "on-demand", ctypes.CDLL(None, use_errno=True)
+    place.mkdir()
+    asked, told = os.pipe()
+    options = f"fd={told},pgrp={os.getpgrp()},minproto=5,maxproto=5,direct".encode()
+    if libc.mount(b"kvstore-test", bytes(place), b"autofs", 0, options):
+        pytest.skip(f"nothing can be mounted on demand: {os.strerror(ctypes.get_errno())}")
+    root = os.open(place, os.O_RDONLY)
+    os.close(told)
+
+    def serve() -> None:
+        while packet := os.read(asked, 304):
+            libc.mount(b"kvstore-test", bytes(place), b"tmpfs", 0, b"mode=0700")
+            (token,) = struct.unpack_from("I", packet, 8)
+            fcntl.ioctl(root, AUTOFS_READY, token)
+
+    server = threading.Thread(target=serve)
+    server.start()
+    code = """
+        import os, sys
+        from pathlib import Path
+        from kvstore.tiers.disk.trust import STRICT, open_folder
+        print(os.fstat(open_folder(Path(sys.argv[1]), STRICT, own=True, make=True)).st_dev)
+    """
+    try:
+        # The kernel asks nobody on behalf of its own group of processes.
+        run = [sys.executable, "-c", textwrap.dedent(code), str(place / below)]
+        done = subprocess.run(run, stdout=subprocess.PIPE, text=True, start_new_session=True)
+        assert int(done.stdout) not in (os.fstat(root).st_dev, tmp_path.stat().st_dev)
+    finally:
+        os.close(root)
+        while place.is_mount() and not libc.umount2(bytes(place), 2):
+            pass
+        server.join(TOO_LONG)
+        os.close(asked)
 
 
 def test_links_in_a_circle_are_refused(tmp_path: Path, open_bench: OpenBench) -> None:

@@ -203,7 +203,7 @@ async def test_inspect_shows_the_epoch_and_compact_gives_older_chunks_back(cache
     raise_epoch(namespace, 3)
     text = command("inspect", str(cache)).stdout
     assert f"namespace {namespace.name}, epoch 3" in text
-    assert re.search(r" outdated .*\n +0 +- +30 .* 30 ", text)
+    assert re.search(r" outdated .*\n +0 +- +0 +0 B .* 30 ", text)
     told = json.loads(command("inspect", str(cache), "--json").stdout)["namespaces"][0]
     assert (told["epoch"], told["lanes"][0]["epoch"]) == (3, 0)
     # Nobody will find them: whether they are whole, and forgetting them, matters to nobody.

@@ -10,7 +10,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import kvstore
-from tests.store.support import keys_of, payloads, small
+from kvstore.sizes import format_size
+from tests.store.support import CHUNK, keys_of, payloads, small
 from tests.tools.test_top import served
 
 A = keys_of("a", 4)
@@ -60,6 +61,16 @@ async def test_it_names_chunks_by_words_files_and_standard_input(tmp_path: Path)
         assert (status, "allowed are host.bytes" in err) == (2, True)
         status, out, _ = await ctl(where, "status")
         assert (status, "job 1, remove: done" in out) == (0, True)
+        rows = store.stats().rows
+        size = format_size(rows * CHUNK)
+        assert f"host: 0 chunks, 0 B of {size} in use" in out
+        assert await store.put(keys_of("more", 2), payloads(keys_of("more", 2))) == 2
+        _, out, _ = await ctl(where, "status")
+        assert f"host: 2 chunks, {format_size(2 * CHUNK)} of {size} in use" in out
+        await ctl(where, "set", f"host.bytes={rows // 2 * CHUNK}")
+        _, out, _ = await ctl(where, "status")
+        half = format_size(rows // 2 * CHUNK)
+        assert f"host: 2 chunks, {format_size(2 * CHUNK)} of {half} ({size} are allocated)" in out
 
 
 async def test_a_file_may_ask_for_a_dry_run(tmp_path: Path) -> None:

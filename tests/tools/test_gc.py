@@ -12,8 +12,9 @@ from typing import Any
 import pytest
 
 import kvstore
+from kvstore.maintenance.offline import PurgedLane, purge
 from tests.store.support import CHUNK, keys_of, payloads, small
-from tests.tools.support import command, error_of, on_terminal, run
+from tests.tools.support import command, error_of, json_of, on_terminal, run
 
 
 def model(path: Path, name: str) -> dict[str, Any]:
@@ -63,6 +64,26 @@ async def test_what_was_read_last_and_what_is_in_use_stay(tmp_path: Path) -> Non
         run("gc", tmp_path, "--keep", "2")
         assert await store.resolve(keys_of("second", 6)) == 6
     assert held(tmp_path) == {"first": 6, "second": 6, "third": 0}
+
+
+async def test_what_is_used_again_after_gc_has_looked_stays(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await three_models(tmp_path)
+    servers: list[kvstore.SyncStore] = []
+
+    def purges(path: str, **named: Any) -> list[PurgedLane]:
+        if not servers:
+            servers.append(kvstore.open_sync(model(tmp_path, "first")))
+        return purge(path, **named)
+
+    monkeypatch.setattr("kvstore.tools.upkeep.purge", purges)
+    told = json_of("gc", tmp_path, "--keep", "1", "--yes", status=1)
+    servers[0].close()
+    assert [name.split("-")[0] for name in told["emptied"]] == ["second"]
+    (first,) = [each for each in told["lanes"] if "/first-" in each["lane"]]
+    assert first["refused"] == "used by a process by now: not emptied"
+    assert held(tmp_path) == {"first": 6, "second": 0, "third": 6}
 
 
 async def test_purge_and_gc_ask_a_person(tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ import itertools
 import json
 import os
 import random
+import re
 import shutil
 import sys
 import threading
@@ -242,6 +243,18 @@ async def test_gc_keeps_what_can_be_found_and_goes_on_after_one_that_vanished(
     assert sorted(told["emptied"]) == ["one", "reset", "two"]
     assert [Path(each["lane"]).name for each in told["lanes"] if each["failed"]] == ["two"]
     assert sum(each["chunks"] for each in told["lanes"]) == 5
+
+
+async def test_a_lane_whose_owner_could_not_write_who_it_is_is_in_use_all_the_same(
+    tmp_path: Path,
+) -> None:
+    async with kvstore.open(config(tmp_path)) as store:
+        await store.put(KEYS[:5], [payload(key) for key in KEYS[:5]], durable=True)
+        (lock,) = tmp_path.glob("*/lane-0/lock")
+        os.truncate(lock, 0)
+        assert re.search(r"\n +0 +\? +5 ", run("inspect", tmp_path))
+        assert "is in use by process ?" in run("purge", tmp_path, "--all", "--yes", status=1)
+        assert await store.resolve(KEYS[:5]) == 5
 
 
 @pytest.mark.parametrize(

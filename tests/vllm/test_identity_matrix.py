@@ -256,7 +256,7 @@ def test_an_engine_that_computes_other_bytes_takes_nothing_of_the_cache(
 def test_another_way_to_hash_blocks_finds_what_it_has_stored_and_nothing_else(
     place: Place, stored: Run
 ) -> None:
-    """The bytes are the same, so is the namespace; the names of the blocks are others."""
+    """The bytes are the same; the names of the blocks are others, so is the namespace."""
     setting = Setting("hash", "", {"prefix_caching_hash_algo": "sha256_cbor"})
     found = place.run(setting, three_times("cbor"))
     check_that_nothing_was_taken(found)

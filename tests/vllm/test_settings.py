@@ -83,6 +83,7 @@ def test_the_same_engine_has_the_same_identity_again_and_it_is_json(
         ({"block_size": 64}, "cache.block_size"),
         ({"load_format": "dummy"}, "weights"),
         ({"additional_config": {"plugin": 1}}, "additional"),
+        ({"prefix_caching_hash_algo": "sha256_cbor"}, "block_hashes"),
     ],
     ids=lambda value: str(value)[:60],
 )
@@ -107,7 +108,6 @@ def test_what_changes_kv_bytes_parts_engines(
         {"generation_config": "vllm"},
         {"override_generation_config": {"temperature": 0.5}},
         {"enable_prefix_caching": False},
-        {"prefix_caching_hash_algo": "sha256_cbor"},
         {"hf_overrides": {"transformers_version": "1", "eos_token_id": 7}},
         {"enable_lora": True, "max_lora_rank": 8},
         {"load_format": "safetensors"},
@@ -120,6 +120,23 @@ def test_what_does_not_change_kv_bytes_costs_no_hits(
     model: Path, base: dict[str, Any], arguments: dict[str, Any]
 ) -> None:
     assert differs(base, engine_identity(engine(model, **arguments))) == set()
+
+
+def test_another_hash_seed_is_told_as_what_parts_engines_and_stays_secret(
+    model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = []
+    for seed in (None, "0", "a secret", "a secret"):
+        if seed is None:
+            monkeypatch.delenv("PYTHONHASHSEED", raising=False)
+        else:
+            monkeypatch.setenv("PYTHONHASHSEED", seed)
+        found.append(engine_identity(engine(model)))
+    default, zero, secret, again = found
+    for one, other in ((default, zero), (default, secret), (zero, secret)):
+        assert differs(one, other) == {"block_hashes"}
+    assert secret == again
+    assert "a secret" not in json.dumps(secret)
 
 
 def test_weights_that_are_replaced_while_the_engine_runs_go_with_no_tier(model: Path) -> None:

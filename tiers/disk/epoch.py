@@ -11,6 +11,7 @@ keeps the epoch that its owners have been in, by which it is noticed that the fi
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import fcntl
 import os
@@ -99,6 +100,9 @@ def raise_epoch(folder: Path, epoch: int) -> int:
         sync_folder(folder)
         return standing
     finally:
+        # To close it ends the lock only where no forked child has it, too.
+        with contextlib.suppress(OSError):
+            fcntl.flock(lock, fcntl.LOCK_UN)
         os.close(lock)
 
 

@@ -268,11 +268,13 @@ def parse_header(page: bytes, name: str) -> Header:
         tensors = json.loads(page[8:ALIGN])
         told = tensors["__metadata__"]
         if told["format"] != "kvstore segment":
-            raise ForeignFileError(f"{name}: format {told['format']!r} is not a kvstore segment")
+            raise ForeignFileError(
+                f"{name}: format {told['format']!r:.40} is not a kvstore segment"
+            )
         if told["version"] not in (str(VERSION), str(SEALED)):
             raise ForeignFileError(
-                f"{name}: format version {told['version']}; this program reads versions {VERSION} "
-                f"and {SEALED}"
+                f"{name}: format version {told['version']!r:.40}; this program reads versions "
+                f"{VERSION} and {SEALED}"
             )
         header = Header(
             str(told["namespace"]),

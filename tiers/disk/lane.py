@@ -51,7 +51,7 @@ EPOCH_BYTES = 11
 
 
 class Owner(NamedTuple):
-    """The process that owns a lane, and its epoch, None where it has not told it."""
+    """The process that owns a lane, 0 if not known, and its epoch, None if it has not told it."""
 
     pid: int
     epoch: int | None
@@ -108,7 +108,7 @@ class Lane:
         if number is None:
             raise LaneBusyError(f"all {MAX_LANES} lanes of {namespace} are in use")
         owner = lane_owner(folder)
-        process = owner.pid if owner is not None else "?"
+        process = (owner and owner.pid) or "?"
         raise LaneBusyError(f"lane {number} of {namespace} is in use by process {process}")
 
     def check_place(self) -> None:
@@ -236,9 +236,10 @@ def lane_owner(folder: Path) -> Owner | None:
         try:
             if not _locked(fd, fcntl.LOCK_SH):
                 pid, epoch = _told(fd)
-                return Owner(pid, epoch) if pid else None
+                # It could not write who it is, on a full disk.
+                return Owner(pid or 0, epoch)
         finally:
-            os.close(fd)
+            _unlock(fd)
     return None
 
 
@@ -287,7 +288,7 @@ def sharing(folder: Path, trust: Trust) -> Iterator[int | None]:
         sound = trust.file_fault(fd, written=True) is None
         yield fd if sound and _locked(fd, fcntl.LOCK_SH) else None
     finally:
-        os.close(fd)
+        _unlock(fd)
 
 
 def _lock(folder: Path, trust: Trust) -> int | None:
@@ -338,6 +339,13 @@ def _take(fd: int) -> bool:
         fcntl.flock(fd, fcntl.LOCK_UN)
         time.sleep(0.002)
     return False
+
+
+def _unlock(fd: int) -> None:
+    """Close a file whose lock was shared, and end the lock, which a forked child may have, too."""
+    with contextlib.suppress(OSError):
+        fcntl.flock(fd, fcntl.LOCK_UN)
+    os.close(fd)
 
 
 def _locked(fd: int, kind: int) -> bool:

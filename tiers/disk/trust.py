@@ -99,7 +99,7 @@ class Trust:
         if written and found.st_nlink > 1:
             # Users of its other name do not expect it to be written to.
             return f"has {found.st_nlink} names (hard links)"
-        return self.doubt(found)
+        return self.doubt(found) or (_list_doubt(fd, found) if self.strict else None)
 
 
 STRICT = Trust()
@@ -124,6 +124,9 @@ def open_folder(path: Path, trust: Trust, *, own: bool, make: bool = False) -> i
         OSError: as the system says.
     """
     path = path.absolute()
+    # Mounts what is mounted on demand, which to open it as below does not.
+    with contextlib.suppress(OSError):
+        os.lstat(f"{path}/.")
     with contextlib.ExitStack() as opened:
 
         def enter(name: str, parent: int | None = None, mode: int = 0) -> int:
@@ -256,7 +259,10 @@ def _open_or_make(name: str, parent: int | None, mode: int) -> int:
 
 
 def _check(fd: int, shown: Path, trust: Trust, *, sticky: bool) -> None:
-    reason = trust.doubt(os.fstat(fd), sticky=sticky)
+    found = os.fstat(fd)
+    reason = trust.doubt(found, sticky=sticky)
+    if reason is None and trust.strict and not (sticky and found.st_mode & stat.S_ISVTX):
+        reason = _list_doubt(fd, found)
     if reason is not None:
         raise PathUnusableError(f"{shown} {reason}, {WAY_OUT}")
 
@@ -288,5 +294,21 @@ def _is_private(group: int, user: int) -> bool:
         found, owner = grp.getgrgid(group), pwd.getpwuid(user)
     except KeyError:
         return False
-    alone = set(found.gr_mem) <= {owner.pw_name}
-    return alone and found.gr_name == owner.pw_name and owner.pw_gid == group
+    if found.gr_name != owner.pw_name or owner.pw_gid != group:
+        return False
+    # Members by their primary group are in no list of a group.
+    members = {each.pw_name for each in pwd.getpwall() if each.pw_gid == group}
+    return members | set(found.gr_mem) <= {owner.pw_name}
+
+
+def _list_doubt(fd: int, found: os.stat_result) -> str | None:
+    """Why the access control list of what is open is not to be trusted, or None.
+
+    The mode says of it what all whom it names may do at most, as if it were the group's.
+    """
+    if found.st_mode & stat.S_IWGRP:
+        # A descriptor that only names something has no attributes itself.
+        with contextlib.suppress(OSError):
+            os.getxattr(f"/proc/self/fd/{fd}", "system.posix_acl_access")
+            return "may be written by those whom its access control list names: setfacl -b"
+    return None

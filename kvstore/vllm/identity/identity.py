@@ -73,6 +73,7 @@ def engine_identity(vllm_config: Any, *, fingerprint_weights: bool = True) -> di
     _add_sections(facts, vllm_config)
     for name in sorted(ENVIRONMENT_COUNTS):
         facts[f"environment.{name}"] = os.environ.get(name)
+    facts["block_hashes"] = _block_hashes(vllm_config.cache_config)
     facts["weights"] = _weights(model, load, fingerprint_weights)
     _add_draft(facts, vllm_config, fingerprint_weights)
     return shortened(facts)
@@ -101,6 +102,15 @@ def _refuse_numbered_inputs(vllm_config: Any) -> None:
             "not know what an image holds, and a tier would take it for another process's. Set "
             "either, or leave out the tiers"
         )
+
+
+def _block_hashes(cache_config: Any) -> str | None:
+    """What decides the keys of chunks, so that others find nothing by theirs; None by default."""
+    algorithm, seed = str(cache_config.prefix_caching_hash_algo), os.environ.get("PYTHONHASHSEED")
+    if seed is None:
+        return None if algorithm == "sha256" else algorithm
+    # Whoever knows the seed can make prompts whose hashes collide.
+    return f"{algorithm} with seed {xxh3_128(seed.encode()).hexdigest()[:8]}"
 
 
 SECTIONS: Mapping[str, Collection[str]] = {

@@ -51,7 +51,8 @@ CACHE_IGNORED = _names(
     simple_cpu_offload_num_blocks
     """
 )
-"""Of `CacheConfig`: sizes and the prefix cache; the layout tells data type and layout."""
+"""Of `CacheConfig`: sizes and the prefix cache; the layout tells data type and layout, and how
+blocks are hashed has a place of its own."""
 
 ATTENTION_IGNORED = _names(
     """
