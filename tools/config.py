@@ -50,6 +50,7 @@ class Line:
         given: whether it was said, or is a default.
         text: what follows from it.
         warning: what will go wrong, if anything.
+        refused: whether a server would not start with it, where there is a warning.
     """
 
     key: str
@@ -57,6 +58,7 @@ class Line:
     given: bool
     text: str = ""
     warning: str = ""
+    refused: bool = True
 
 
 def add_config_arguments(parser: argparse.ArgumentParser) -> None:
@@ -106,6 +108,9 @@ def _check(options: argparse.Namespace) -> int:
     if options.chunk_bytes is not None and said.chunk_bytes is None:
         config = attrs.evolve(said, chunk_bytes=options.chunk_bytes)
     lines = [*explain(values, config)]
+    if options.chunk_bytes not in (None, config.chunk_bytes):
+        warning = f"counts, and not the {options.chunk_bytes} of --chunk-bytes"
+        lines.append(Line("chunk_bytes", str(config.chunk_bytes), True, "", warning, False))
     if options.file is None or options.file.suffix != ".json":
         # What a server of one's own must say, and others set.
         lines += [*_missing(config), *_of_others(said)]
@@ -119,8 +124,9 @@ def _check(options: argparse.Namespace) -> int:
         [(line.key, line.value, line.text) for line in shown],
     )
     for line in warned:
-        print(f"WRONG {line.key}: {line.warning}")
-    print(f"{options.file or 'the environment'}: can{'not' if warned else ''} be used here")
+        print(f"{'WRONG' if line.refused else 'WARNING'} {line.key}: {line.warning}")
+    refused = any(line.refused for line in warned)
+    print(f"{options.file or 'the environment'}: can{'not' if refused else ''} be used here")
     return int(bool(warned))
 
 
@@ -136,7 +142,8 @@ def explain(values: Mapping[str, Any], config: Config) -> Iterator[Line]:
         prefix = f"tiers[{index}]."
         its: Mapping[str, Any] = said[index] if isinstance(said[index], Mapping) else {}
         if isinstance(tier, TierConfig):
-            yield Line(f"{prefix}type", tier.type, True)
+            shared = _shared(tier)
+            yield Line(f"{prefix}type", tier.type, True, _free(shared) if shared else "")
             if warning := _not_created(tier, config):
                 yield Line(prefix.rstrip("."), tier.type, True, warning=warning)
             for name, value in tier.parameters.items():
@@ -178,6 +185,7 @@ def _line(
     tier: DiskConfig | TierConfig | None = None,
 ) -> Line:
     text, warning = key.text.partition(";")[0].partition(". ")[0].rstrip(".").replace("``", "`"), ""
+    refused = True
     if key.name == "eviction_policy" and tier is None:
         value = config.host_policy
     if key.is_size and value:
@@ -189,7 +197,10 @@ def _line(
         faults = (_unusable(path, tier.strict_modes, name) for path in tier.paths)
         warning = "; ".join(filter(None, faults))
     if isinstance(tier, DiskConfig) and key.name == "capacity_bytes":
-        warning = _too_small(tier, config) or _too_large(tier, config)
+        warning = _too_small(tier, config)
+        refused = bool(warning)
+        # A server takes what there is, and says so.
+        warning = warning or _too_large(tier, config)
     if key.name == "cpu_bytes_to_use":
         if (available := available_bytes()) is not None and value > available:
             text += f"; {format_size(available)} are available now"
@@ -201,7 +212,7 @@ def _line(
         except KVStoreError as error:
             warning = str(error).removeprefix(f"{key.name}: ")
             warning = warning.removeprefix(f"{key.name} = {str(value)!r}: ")
-    return Line(f"{prefix}{key.name}", shown_value(key, value), given, text, warning)
+    return Line(f"{prefix}{key.name}", shown_value(key, value), given, text, warning, refused)
 
 
 def _check_control(config: Config) -> None:
@@ -271,10 +282,8 @@ _WHEN_OPENED: dict[str, Callable[[Config], object]] = {
 
 def _not_created(tier: TierConfig, config: Config) -> str:
     """Why a store cannot be created, if so. No server is asked, and no directory is made."""
-    url = str(tier.parameters.get("url", ""))
-    if url.startswith("file:///"):
-        strict = tier.parameters.get("strict_modes", True)
-        return _unusable(Path(unquote(urlsplit(url).path)), strict)
+    if (shared := _shared(tier)) is not None:
+        return _unusable(shared, tier.parameters.get("strict_modes", True))
     try:
         size, codec = config.chunk_bytes or 2, None
         if tier.is_store:
@@ -286,6 +295,12 @@ def _not_created(tier: TierConfig, config: Config) -> str:
     except ValueError as error:
         return str(error)
     return ""
+
+
+def _shared(tier: TierConfig) -> Path | None:
+    """The directory that hosts share, if the tier is one."""
+    url = str(tier.parameters.get("url", ""))
+    return Path(unquote(urlsplit(url).path)) if url.startswith("file:///") else None
 
 
 def _chunks(name: str, size: int, config: Config, tier: DiskConfig | TierConfig | None) -> str:

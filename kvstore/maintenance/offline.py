@@ -176,7 +176,8 @@ def purge(
         if since is not None and owners and lane.owner is None:
             raise LaneBusyError(
                 f"lane {lane.number} of {folder.parent} may be read by process {owners[0] or '?'}, "
-                "and reads of a lane that a process does not own are not noted: what is used is unknown"
+                "and reads of a lane that a process does not own are not noted: nobody knows what "
+                "is used"
             )
         if dry_run:
             _check_lane(folder, lane, trust)

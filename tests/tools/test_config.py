@@ -253,7 +253,7 @@ def test_names_that_vllm_would_not_find_are_refused(tmp_path: Path, key: str, va
                    'segment_bytes = "256MiB"}]'},
          "WRONG tiers[0].capacity_bytes: smaller than segment_bytes (256.0 MiB)"),
         ({"tiers": '[{type = "disk", path = "/kv", capacity_bytes = "900000TB"}]'},
-         "WRONG tiers[0].capacity_bytes: 818545.2 TiB are wanted on the drive of"),
+         "WARNING tiers[0].capacity_bytes: 818545.2 TiB are wanted on the drive of"),
         ({"control": '"0.0.0.0:9999"'}, "WRONG control: must be a path, or a port of 127.0.0.1"),
         ({"control": '"/nowhere/socket"'}, "WRONG control: the folder /nowhere does not exist"),
         ({"control": '"/tmp/socket"', "control_token_file": '"/nowhere"'},
@@ -283,7 +283,21 @@ def test_what_will_fail_is_told_before_it_does(
 ) -> None:
     told = checked(tmp_path, 1, **more)
     assert message in told
-    assert told.endswith("kvstore.toml: cannot be used here\n")
+    refused = message.startswith("WRONG")
+    assert told.endswith(f"kvstore.toml: can{'not' if refused else ''} be used here\n")
+
+
+def test_a_size_that_the_file_says_otherwise_and_a_directory_that_is_missing_are_told(
+    tmp_path: Path,
+) -> None:
+    share = tmp_path / "share"
+    file = written(tmp_path, toml(tiers=f'[{{type = "object", url = "{share.as_uri()}"}}]'))
+    assert "will be made, " in run("config", "check", file)
+    share.mkdir()
+    assert "exists, " in run("config", "check", file)
+    told = run("config", "check", file, "--chunk-bytes", "3MiB", status=1)
+    assert "WARNING chunk_bytes: counts, and not the 3145728 of --chunk-bytes" in told
+    assert told.endswith("can be used here\n")
 
 
 def test_tiers_on_one_drive_are_counted_together(tmp_path: Path) -> None:
@@ -291,7 +305,8 @@ def test_tiers_on_one_drive_are_counted_together(tmp_path: Path) -> None:
     one, two = (disk(tmp_path / name, size).strip("[]") for name in ("a", "b"))
     checked(tmp_path, tiers=f"[{one}]")
     told = checked(tmp_path, 1, tiers=f"[{one}, {two}]")
-    assert "WRONG tiers[1].capacity_bytes: " in told
+    assert "WARNING tiers[1].capacity_bytes: " in told
+    assert told.endswith("kvstore.toml: can be used here\n")
 
 
 def test_a_cache_of_the_same_name_that_is_of_another_model_is_told(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import secrets
 import stat
@@ -12,8 +13,11 @@ from pathlib import Path
 from kvstore.concurrency import open_at_once
 from kvstore.tiers.disk.trust import STRICT, Trust, open_folder
 from kvstore.tiers.remote.client import StoreError
+from kvstore.types import about
 
 __all__ = ["MARK", "Mount"]
+
+logger = logging.getLogger("kvstore.store")
 
 MARK = "kvstore-share"
 """Name of a file that distinguishes the shared directory from the folder under its mount point."""
@@ -47,7 +51,15 @@ class Mount:
     def __init__(self, directory: Path, trust: Trust = STRICT) -> None:
         self.directory = directory
         self.trust = trust
+        missing = not os.path.lexists(directory)
         folder = open_folder(directory, trust, own=False, make=True)
+        if missing:
+            logger.warning(
+                "the shared directory %s was not there and has been made: if a file system is to "
+                "be mounted there, mount it and start again",
+                directory,
+                extra=about("store.directory_made", path=directory),
+            )
         try:
             # Without write permission no mark is needed.
             with contextlib.suppress(OSError):

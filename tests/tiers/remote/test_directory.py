@@ -86,6 +86,19 @@ def refusal(share: Path) -> str:
     return str(caught.value)
 
 
+async def test_a_directory_that_was_not_there_is_made_and_that_is_told(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    told = "was not there and has been made"
+    (tmp_path / "mounted").mkdir()
+    Mount(tmp_path / "mounted")
+    assert told not in caplog.text
+    for _ in range(2):
+        Mount(tmp_path / "mistyped")
+    assert caplog.text.count(told) == 1
+    assert str(tmp_path / "mistyped") in caplog.text
+
+
 async def test_what_is_made_is_its_owners_alone_whatever_the_mask(share: Path) -> None:
     before = os.umask(0)
     try:

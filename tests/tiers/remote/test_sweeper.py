@@ -112,7 +112,7 @@ async def test_the_oldest_leave_a_directory_that_holds_too_much(
     await sweep(bench)
     assert await there(bench, keys + more) == [False] * 8 + [True] * LEFT
     assert foreign.exists()
-    (line,) = [each for each in caplog.records if "oldest" in each.message]
+    (line,) = [each for each in caplog.records if "oldest chunks" in each.message]
     assert line.__dict__["kvstore.event"] == "store.shrunk"
     assert "the 8 oldest chunks" in line.message
 
@@ -205,7 +205,7 @@ async def test_what_is_odd_in_a_directory_keeps_nothing_else_there(
         await sweep(bench)
     assert len(files(tmp_path)) == LEFT
     assert "swept" not in caplog.text
-    assert len([each for each in caplog.records if "oldest" in each.message]) == 1
+    assert len([each for each in caplog.records if "oldest chunks" in each.message]) == 1
 
 
 async def test_files_of_others_with_names_like_those_of_values_neither_count_nor_leave(
