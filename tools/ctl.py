@@ -15,7 +15,7 @@ from urllib.parse import urlsplit
 
 from kvstore.errors import MALFORMED, NOT_PARSED, KVStoreError
 from kvstore.sizes import format_size
-from kvstore.tools.output import counted, shows_progress, whole_number
+from kvstore.tools.output import asks, confirm, counted, shows_progress, whole_number
 
 __all__ = ["add_ctl_arguments", "run_ctl"]
 
@@ -134,7 +134,9 @@ def add_ctl_arguments(parser: argparse.ArgumentParser) -> None:
             command.add_argument("--seconds", type=float, required=True)
         _add_common(command)
     text = "forget everything, on every tier"
-    _add_common(commands.add_parser("reset", help=text, description=text))
+    reset = commands.add_parser("reset", help=text, description=text)
+    reset.add_argument("--yes", action="store_true", help="do not ask")
+    _add_common(reset)
     text = "encrypt with the newest keys what is encrypted with older ones"
     _add_common(commands.add_parser("reencrypt", help=text, description=text))
     text = "change sizes, policies and the rate of compaction"
@@ -180,6 +182,8 @@ def run_ctl(options: argparse.Namespace) -> int:
     if options.what in ("job", "cancel"):
         method = "GET" if options.what == "job" else "DELETE"
         return _print(client.ask(method, f"/v1/jobs/{options.number}"), options.json, _job_lines)
+    if options.what == "reset" and asks(options):
+        confirm(f"forget everything that {options.where} serves, on every tier?")
     command = "settings" if options.what == "set" else options.what
     told = client.ask("POST", f"/v1/{command}", _body(options))
     if "job" not in told:
@@ -222,7 +226,8 @@ def _text_of(path: Path, encoding: str) -> str:
     try:
         return path.read_text(encoding=encoding)
     except (OSError, UnicodeDecodeError) as error:
-        raise KVStoreError(f"{path}: {error}") from error
+        reason = error.strerror if isinstance(error, OSError) else error
+        raise KVStoreError(f"{path}: {reason}") from error
 
 
 def _settings(words: list[str]) -> dict[str, Any]:

@@ -153,6 +153,8 @@ def _namespace(path: Path, held: NamespaceSurvey) -> Finding:
             '"admission": "reuse" or "endurance", or see kvstore simulate.'
         )
     found.faults = len(held.faults)
+    if held.faults and not live:
+        found.verdict = "cannot be read"
     if held.faults:
         found.advice.append(f"{counted(len(held.faults), 'fault')}: see kvstore verify {folder}.")
     if live and not any(lane.owner is not None for lane in held.lanes):

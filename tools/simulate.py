@@ -157,7 +157,7 @@ def run_simulate(options: argparse.Namespace) -> int:
     if options.json:
         report = {
             "trace": about(trace, part),
-            "chunk_bytes": size or DEFAULT_CHUNK_BYTES,
+            "chunk_bytes": size,
             "compute_s": costs.compute,
             "deeper_s": costs.deeper,
             "read_s": costs.read,

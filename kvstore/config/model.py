@@ -471,7 +471,10 @@ def _spelled_out(values: Mapping[str, Any]) -> dict[str, Any]:
 
 def _build(cls: type[_T], values: object, where: str = "", beside: Collection[str] = ()) -> _T:
     if not isinstance(values, Mapping):
-        raise ConfigError(f"{where or 'configuration'} = {shown(values)}: must be a table of keys")
+        name = "" if where else "; Config.from_toml reads a file"
+        raise ConfigError(
+            f"{where or 'configuration'} = {shown(values)}: must be a table of keys{name}"
+        )
     prefix = f"{where}." if where else ""
     keys = attrs.fields_dict(cls)
     _check_names(cls, values, prefix, beside)

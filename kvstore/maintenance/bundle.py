@@ -535,6 +535,10 @@ def import_bundle(
         sealer = sealer_of(keys, digest)
         if not any(proof.checkable(sealer) for _, proof in bundle.places.values()):
             raise KVStoreError(f"{file}: its chunks are encrypted with keys that {keys} has not")
+        if _is_there(bundle, folder, digest, sealer):
+            # A store would make a segment for nothing.
+            done.there = done.stored = len(bundle.places)
+            return done
         batch, looked = max(1, HOST_BYTES // bundle.chunk_bytes // 2), 0
         good: set[bytes] = set()
         # Before the store is opened, which would be in the newer epoch of a reset in between.
@@ -579,16 +583,33 @@ def _is_whole(
     store: SyncStore, key: bytes, places: Mapping[bytes, Place], sealer: Sealer | None
 ) -> bool:
     """Whether a chunk can be read. To look at it is no use of it, which the store would note."""
-    copy, whole = places.get(key), key in places
-    while copy is not None and whole:
-        # Any of them may be the one that a server reads.
-        whole = copy.proof.checkable(sealer) and read_chunk(copy, sealer) is not None
-        copy = copy.older
-    if whole:
+    if key in places and _copies_are_whole(places[key], sealer):
         return True
     # The store misses what is damaged there, and stores it anew.
     with store.get([key]) as chunks:
         return len(chunks) == 1
+
+
+def _copies_are_whole(place: Place, sealer: Sealer | None) -> bool:
+    copy: Place | None = place
+    while copy is not None:
+        # Any of them may be the one that a server reads.
+        if not copy.proof.checkable(sealer) or read_chunk(copy, sealer) is None:
+            return False
+        copy = copy.older
+    return True
+
+
+def _is_there(bundle: _Bundle, folder: Path, digest: str, sealer: Sealer | None) -> bool:
+    """Whether the cache holds every chunk of a bundle, whole."""
+    try:
+        namespace = the_namespace(folder)
+    except (KVStoreError, OSError):
+        return False
+    places = places_of(namespace, bundle.places) if namespace.digest == digest else {}
+    return len(places) == len(bundle.places) and all(
+        _copies_are_whole(place, sealer) for place in places.values()
+    )
 
 
 def _batches(keys: list[bytes], size: int) -> Iterator[list[bytes]]:

@@ -310,6 +310,14 @@ async def test_to_import_what_is_there_is_no_use_of_it(tmp_path: Path) -> None:
     }
 
 
+async def test_an_import_of_what_is_there_makes_no_lane(tmp_path: Path) -> None:
+    file = await exported(tmp_path)
+    async with kvstore.open(settings(tmp_path / "here")):
+        told = json_of("import", file, tmp_path / "here")
+    assert (told["chunks"], told["there"], told["stored"]) == (20, 20, 20)
+    assert [each.name for each in (tmp_path / "here").glob("*/lane-*")] == ["lane-0"]
+
+
 async def test_an_import_mends_a_chunk_of_which_any_copy_is_damaged(tmp_path: Path) -> None:
     here, file = tmp_path / "here", tmp_path / "bundle"
     namespace = await fill(here)

@@ -140,6 +140,23 @@ async def test_a_cache_on_disk_is_judged_by_what_was_read_of_it(tmp_path: Path) 
     error_of("doctor", tmp_path / "nothing")
 
 
+async def test_of_a_cache_that_cannot_be_read_there_is_no_verdict(tmp_path: Path) -> None:
+    await _filled(tmp_path, 60)
+    folder = tmp_path / "cache"
+    for segment in folder.rglob("segment-*"):
+        os.truncate(segment, 100)
+    (found,) = examine(folder)
+    assert found.verdict == "cannot be read"
+    assert found.faults
+
+
+async def test_what_a_reset_has_left_is_not_kept(tmp_path: Path) -> None:
+    await _filled(tmp_path, 0)
+    async with kvstore.open(small(tmp_path / "cache", disk=128)) as store:
+        await store.reset()
+    assert "chunks are kept" not in run("doctor", tmp_path / "cache")
+
+
 async def test_a_cache_that_nobody_reads_does_not_help(tmp_path: Path) -> None:
     await _filled(tmp_path, 0)
     assert "120 chunks are kept, and 0 of them were read again" in run(

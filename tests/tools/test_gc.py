@@ -103,6 +103,22 @@ async def test_purge_and_gc_ask_a_person(tmp_path: Path) -> None:
     assert sum(held(tmp_path).values()) == 0
 
 
+async def test_a_reset_of_a_server_asks_a_person(tmp_path: Path) -> None:
+    where, keys = str(tmp_path / "socket"), keys_of("first", 6)
+    async with kvstore.open(model(tmp_path / "kv", "first") | {"control": where}) as store:
+        await store.put(keys, payloads(keys))
+        for arguments, typed, status in (
+            ((), "n\n", 2),
+            (("--dry-run",), "", 0),
+            (("--yes",), "", 0),
+        ):
+            words = ["ctl", where, "reset", *arguments]
+            asked, ended = await asyncio.to_thread(on_terminal, words, typed)
+            assert ("forget everything that" in asked) == (not arguments)
+            assert ended == status, asked
+            assert store.lookup_prefix(keys[:1]) == ("--yes" not in arguments)
+
+
 async def test_a_namespace_may_be_called_like_its_folder(tmp_path: Path) -> None:
     place = tmp_path / "kv"
     for name in ("kv", "new"):

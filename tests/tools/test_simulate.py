@@ -207,6 +207,11 @@ def test_a_trace_too_small_for_the_default_has_one_chunk_of_host_memory(tmp_path
     assert "--host 10%: less than one chunk" in error_of("simulate", path, "--host", "10%")
 
 
+def test_a_size_of_chunks_that_nobody_gave_is_not_made_up(trace: Path) -> None:
+    assert told(trace, "--host", 4)["chunk_bytes"] is None
+    assert told(trace, "--host", 4, "--chunk-bytes", "64KiB")["chunk_bytes"] == 65536
+
+
 def test_reading_shows_how_far_it_is_on_a_terminal_alone(
     trace: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

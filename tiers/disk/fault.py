@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import errno
 from dataclasses import dataclass
 from pathlib import Path
 
 __all__ = ["Fault"]
+
+NOT_WRITTEN = {errno.ENOSPC, errno.EDQUOT, errno.EROFS}
+"""Errors that only who writes meets."""
 
 
 @dataclass(slots=True)
@@ -28,7 +32,8 @@ class Fault:
     def of(cls, path: Path, error: Exception) -> Fault:
         """Return the fault of a whole file; its text does not repeat the path."""
         if isinstance(error, OSError) and error.strerror:
-            return cls(str(path), None, f"cannot be read: {error.strerror}")
+            done = "written to" if error.errno in NOT_WRITTEN else "read"
+            return cls(str(path), None, f"cannot be {done}: {error.strerror}")
         return cls(str(path), None, str(error).removeprefix(f"{path}: "))
 
     @classmethod
