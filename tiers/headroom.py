@@ -79,7 +79,8 @@ def _claim(size: int, *, last: bool) -> contextlib.AbstractContextManager[object
     available, others = short[0]
     taken = f", and other processes are taking {_told(others)}" if others else ""
     raise ConfigError(
-        f"cpu_bytes_to_use (host): {_told(size)} does not fit: {_told(available)} are available{taken}"
+        f"cpu_bytes_to_use (host): {_told(size)} does not fit: {_told(available)} are available"
+        f"{taken}"
     )
 
 
