@@ -232,6 +232,8 @@ class Cascades:
         # A key may be in the queue twice, if its chunk has left and come back meanwhile.
         found: dict[bytes, Chunk] = {}
         chunk_of, bit = self._pool.chunks.get, 1 << target.number
+        # It may hold less than when they were queued, as it turned out that it cannot grow.
+        deepest = sys.maxsize if target.index.policy.shared else target.most
         while len(found) < most and (keys := target.dequeue(most - len(found), owner)):
             for chunk in filter(None, map(chunk_of, keys)):
                 if not chunk.unsaved & bit:
@@ -239,6 +241,9 @@ class Cascades:
                 if chunk.key in target.entries:
                     # Another host has stored it meanwhile.
                     self._pool.dequeue(chunk, target.number)
+                elif chunk.depth >= deepest:
+                    self._pool.dequeue(chunk, target.number)
+                    target.count("declined", 1)
                 else:
                     found[chunk.key] = chunk
         return found

@@ -109,6 +109,20 @@ def test_a_chunk_that_left_before_its_copy_and_came_back_is_copied_once() -> Non
     assert set(rig.core.tiers[0].entries) == {*cold, *keys}
 
 
+def test_the_end_of_a_prompt_does_not_displace_its_head_where_a_tier_cannot_grow_after_all() -> (
+    None
+):
+    rig = Rig(rows=16, segment_slots=4, max_segments=4, in_flight=2)
+    keys = chain("a", 12)
+    rig.put(keys)
+    for _ in range(50):
+        for move in list(rig.moves):
+            rig.end(move, segments=[] if move.op is Op.GROW else None)
+        rig.step()
+    assert set(rig.core.tiers[0].entries) == set(keys[:4])
+    assert rig.stats.tiers[0].declined == 8
+
+
 def test_copies_go_on_while_a_tier_is_read_from() -> None:
     cold = chain("cold", 8)
     rig = Rig(rows=16, on=[cold], in_flight=4)

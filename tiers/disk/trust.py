@@ -98,7 +98,7 @@ class Trust:
             return "not a regular file"
         if written and found.st_nlink > 1:
             # Users of its other name do not expect it to be written to.
-            return f"has {found.st_nlink} names (hard links)"
+            return f"has {found.st_nlink} names (hard links): copy a cache with cp -a"
         return self.doubt(found) or (_list_doubt(fd, found) if self.strict else None)
 
 
