@@ -77,15 +77,11 @@ def _claim(size: int, *, last: bool) -> contextlib.AbstractContextManager[object
     if not last and all(size <= room for room, _ in short):
         return None
     available, others = short[0]
-    taken = f", and other processes are taking {_told(others)}" if others else ""
+    taken = f", and other processes are taking {others}" if others else ""
     raise ConfigError(
-        f"cpu_bytes_to_use (host): {_told(size)} does not fit: {_told(available)} are available"
-        f"{taken}"
+        f"host memory of {size} bytes does not fit: {available} bytes are available{taken} "
+        f"({size / 2**30:.1f} GiB of {available / 2**30:.1f}): lower cpu_bytes_to_use (host)"
     )
-
-
-def _told(size: int) -> str:
-    return f"{size} bytes ({size / 2**30:.1f} GiB)"
 
 
 @contextlib.contextmanager

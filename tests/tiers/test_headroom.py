@@ -360,7 +360,7 @@ def test_a_claim_that_ends_while_another_is_made_is_counted(
     other.__enter__()
     monkeypatch.setattr(headroom, "_rooms", lambda root: ends_after([(headroom.MACHINE, *room)]))
     monkeypatch.setattr(headroom, "_claims", lambda: ends_after(list(read_claims())))
-    with pytest.raises(ConfigError, match=r"60 bytes \(0.0 GiB\) does not fit: 40 bytes"):
+    with pytest.raises(ConfigError, match="does not fit: 40 bytes are available"):
         headroom.claimed(60).__enter__()
 
 
@@ -381,17 +381,17 @@ def test_what_others_claim_counts_against_the_limits_that_they_are_under(
         under(b2=100, f0=130)
         with headroom.claimed(50):
             pass
-        with pytest.raises(ConfigError, match="130 bytes .* are available, .* taking 80"):
+        with pytest.raises(ConfigError, match="130 bytes are available, .* taking 80"):
             headroom.claimed(51).__enter__()
         under(b2=100)
         with headroom.claimed(70):
             pass
         for limits in ({"b2": 100}, {}):
             under(**limits)
-            with pytest.raises(ConfigError, match="150 bytes .* are available, .* taking 80"):
+            with pytest.raises(ConfigError, match="150 bytes are available, .* taking 80"):
                 headroom.claimed(71).__enter__()
         under(a1=100)
-        with pytest.raises(ConfigError, match="100 bytes .* are available, .* taking 80"):
+        with pytest.raises(ConfigError, match="100 bytes are available, .* taking 80"):
             headroom.claimed(30).__enter__()
     # Who is under no limit takes nothing of anybody's but the machine's.
     under()
@@ -402,7 +402,7 @@ def test_what_others_claim_counts_against_the_limits_that_they_are_under(
     # A release that did not tell.
     with (
         headroom._named(f"{headroom.CLAIM}80-token") or contextlib.nullcontext(),
-        pytest.raises(ConfigError, match="70 bytes .* are available, .* taking 80"),
+        pytest.raises(ConfigError, match="70 bytes are available, .* taking 80"),
     ):
         headroom.claimed(20).__enter__()
 
