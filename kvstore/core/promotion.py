@@ -37,7 +37,8 @@ LEFT_TO_OTHERS = 4
 together leave that share divided by their number."""
 
 SHED_AFTER = 0.1
-"""Seconds that a request waits before chunks leave for it without the copies that they wait for."""
+"""Seconds that a request waits, where there are tenants, before chunks leave for it without the
+copies that they wait for."""
 
 LEASES_FOR_ONE = 4
 """Chunks that are here, whose leases cost a step as much as the fetch of one."""
@@ -175,7 +176,7 @@ class Grants:
                     left = pool.rows - len(request.leases)
                     needed = min(len(request.keys) - request.granted, left)
                     spoken_for[owner] = spoken_for.get(owner) or needed
-                elif request.granted < len(request.keys) and not self._truncate(request, now):
+                elif request.granted < len(request.keys) and not self._truncate(request):
                     blocked.add(owner)
                     for_rows.add(owner)
             if request.short_of_rows and request.asked >= began:
@@ -217,7 +218,7 @@ class Grants:
         """Whether a store that is worth waiting for is being asked for the chunk."""
         return any(store.worth_asking and key in store.answers.asked for store in self._stores)
 
-    def _truncate(self, request: Request, now: float) -> bool:
+    def _truncate(self, request: Request) -> bool:
         """Abandon the rest of the prefix if no row held by others could become free for it.
 
         Chunks that answered "hit" in this step keep their rows until it ends,
@@ -229,8 +230,7 @@ class Grants:
             if self._pins.rows and pool.busy <= staying:
                 staying = len(request.leases) + self._pins.rows_besides(request.leases)
             others = pool.busy > staying or pool.held > 0 or pool.soon_free > 0
-            copied = pool.unsaved > 0 and self._may_be_copied_first(request, now)
-            if self._budget.cut_short or others or copied:
+            if self._budget.cut_short or others:
                 request.stick(-1)
                 return False
             if request.stuck != pool.step - 1:
@@ -307,9 +307,12 @@ class Grants:
         return grants
 
     def _may_be_copied_first(self, request: Request, now: float) -> bool:
-        """Whether a request waits for chunks to be copied before they leave: else they are lost."""
+        """Whether a request waits for its tenant's chunks to be copied before they leave.
+
+        A flood of another tenant makes copies slow; chunks that are shed for it are lost.
+        """
         waited = 0.0 if request.since is None else now - request.since
-        return waited < SHED_AFTER
+        return self._pool.policy.shared and waited < SHED_AFTER
 
     def _plan(self, request: Request, end: int, unasked: bool, now: float) -> _Plan:
         """Plan what to fetch of its keys up to `end`; lease the chunks that are here at once.

@@ -256,8 +256,13 @@ class Engine:
     def _tell(self, move: Move, completion: Completion, raised: BaseException | None) -> None:
         """Log faults, except those of copies, which the core logs itself."""
         tier = _name_of(self._tiers[move.tier])
-        # What is told of lanes changes, and a complaint is ended by the name that it began with.
-        called = self._called.setdefault(move.tier, tier.partition(",")[0])
+        called = self._called.get(move.tier)
+        if called is None:
+            name = getattr(self._tiers[move.tier], "name", None)
+            name = name if isinstance(name, str) else tier.partition(", ")[0]
+            # A complaint is ended by the name that it began with, and by no other's.
+            called = f"{name} ({move.tier})" if name in self._called.values() else name
+            self._called[move.tier] = called
         what = f"{move.op.value}, {called}"
         now = time.monotonic()
         if completion.error is None:

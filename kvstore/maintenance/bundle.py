@@ -42,6 +42,7 @@ from kvstore.tiers.disk.format import SEGMENT_BYTES, Geometry
 from kvstore.tiers.disk.index import read_index
 from kvstore.tiers.disk.io.base import read_bytes
 from kvstore.tiers.disk.namespace import Namespace, enclosing, read_namespace
+from kvstore.tiers.disk.trust import Trust, open_folder
 from kvstore.tiers.pinned import round_to_page
 from kvstore.tiers.sealing import Sealer, is_sealed
 from kvstore.types import check_key
@@ -535,9 +536,10 @@ def import_bundle(
         sealer = sealer_of(keys, digest)
         if not any(proof.checkable(sealer) for _, proof in bundle.places.values()):
             raise KVStoreError(f"{file}: its chunks are encrypted with keys that {keys} has not")
-        if _is_there(bundle, folder, digest, sealer):
+        if _is_there(bundle, folder, digest, sealer, Trust(strict_modes)):
             # A store would make a segment for nothing.
             done.there = done.stored = len(bundle.places)
+            progress(done.there, done.there)
             return done
         batch, looked = max(1, HOST_BYTES // bundle.chunk_bytes // 2), 0
         good: set[bytes] = set()
@@ -600,10 +602,14 @@ def _copies_are_whole(place: Place, sealer: Sealer | None) -> bool:
     return True
 
 
-def _is_there(bundle: _Bundle, folder: Path, digest: str, sealer: Sealer | None) -> bool:
-    """Whether the cache holds every chunk of a bundle, whole."""
+def _is_there(
+    bundle: _Bundle, folder: Path, digest: str, sealer: Sealer | None, trust: Trust
+) -> bool:
+    """Whether the cache, all of which is trusted, holds every chunk of a bundle, whole."""
     try:
         namespace = the_namespace(folder)
+        for each in (folder, *(Path(lane.path) for lane in namespace.lanes)):
+            os.close(open_folder(each, trust, own=True))
     except (KVStoreError, OSError):
         return False
     places = places_of(namespace, bundle.places) if namespace.digest == digest else {}

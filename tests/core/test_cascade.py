@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from kvstore.core.cascade import CASCADE_BATCH
-from kvstore.core.promotion import SHED_AFTER
 from kvstore.core.residency.health import STORE_PAUSE
 from kvstore.core.residency.slots import ASIDE_PAUSE, RETRY_PAUSE
 from kvstore.types import Op
@@ -46,46 +45,18 @@ def test_a_chunk_cannot_leave_while_it_is_copied() -> None:
     rig.put(chain("b", 4))
 
 
-def test_a_load_waits_a_moment_for_copies_and_loses_nothing() -> None:
+def test_a_chunk_that_waits_for_its_copy_leaves_for_a_load() -> None:
     cold = chain("cold", 3)
     rig = Rig(rows=4, on=[cold], in_flight=1)
     keys = chain("a", 4)
     rig.put(keys)
     rig.step()
     assert rig.ask(cold) is None
-    rig.settle(SHED_AFTER / 10)
-    assert rig.stats.shed == 0
-    assert rig.ask(cold) == 3
-    assert set(rig.core.tiers[0].entries) == {*cold, *keys}
-
-
-def test_a_chunk_leaves_for_a_load_if_its_copy_takes_too_long() -> None:
-    cold = chain("cold", 3)
-    rig = Rig(rows=4, on=[cold], in_flight=1)
-    rig.put(chain("a", 4))
     rig.step()
-    assert rig.ask(cold) is None
-    rig.wait(SHED_AFTER, SHED_AFTER / 10)
-    assert not rig.under_way(Op.PROMOTE)
-    rig.wait(SHED_AFTER / 5, SHED_AFTER / 10)
     assert sum(len(move.keys) for move in rig.under_way(Op.PROMOTE)) == 3
     assert rig.stats.shed == 3
     rig.settle()
     assert rig.ask(cold) == 3
-
-
-def test_a_load_waits_also_for_copies_that_cannot_begin_yet() -> None:
-    cold = chain("cold", 4)
-    rig = Rig(rows=4, on=[cold], in_flight=4)
-    rig.put(chain("a", 4))
-    others = {b"other-%d" % number: 60 + number for number in range(4)}
-    rig.core.tiers[0].index.writing |= others  # no more than these may be on their way
-    assert rig.ask(cold) is None
-    rig.wait(SHED_AFTER / 2, SHED_AFTER / 10)
-    rig.core.tiers[0].index.writing.clear()
-    rig.settle()
-    assert (rig.stats.shed, rig.stats.truncations) == (0, 0)
-    assert rig.ask(cold) == 4
 
 
 def test_a_chunk_that_left_before_its_copy_and_came_back_is_copied_once() -> None:
@@ -96,7 +67,6 @@ def test_a_chunk_that_left_before_its_copy_and_came_back_is_copied_once() -> Non
     assert rig.ask(cold) is None
     others = {b"other-%d" % number: 60 + number for number in range(4)}
     rig.core.tiers[0].index.writing |= others  # no more than these may be on their way
-    rig.wait(SHED_AFTER * 1.5, SHED_AFTER / 2)
     rig.settle()
     rig.core.tiers[0].index.writing.clear()
     assert rig.stats.shed == 4

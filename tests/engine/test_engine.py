@@ -252,6 +252,25 @@ def test_what_the_system_says_is_no_fault_of_a_tier_and_has_no_traceback(
     assert not any(record.exc_info for record in caplog.records)
 
 
+def test_faults_are_told_of_each_tier_by_its_name(
+    threads: Start, caplog: pytest.LogCaptureFixture
+) -> None:
+    class Refused(GatedTier):
+        name: Any = "disk:/a,/b"
+
+        async def _pass(self, call: str) -> None:
+            raise OSError(errno.EIO, "Input/output error")
+
+    tiers = [Refused(), Refused(), Refused()]
+    tiers[2].name = tiers[2].write
+    engine = threads(*tiers)
+    moves = [Move(n, Op.PROMOTE, n, [key(n)], [0], [0]) for n in range(3)]
+    engine.submit(moves)
+    take(engine, 3)
+    told = [record.getMessage().split(": [Errno")[0] for record in caplog.records]
+    assert sorted(told) == ["promote, disk:/a,/b", "promote, disk:/a,/b (1)", "promote, gated"]
+
+
 class Panic(BaseException):
     """What a client that is not written in Python may raise."""
 

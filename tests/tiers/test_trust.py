@@ -6,6 +6,7 @@ import ctypes
 import fcntl
 import os
 import shutil
+import signal
 import stat
 import struct
 import subprocess
@@ -13,6 +14,7 @@ import sys
 import tempfile
 import textwrap
 import threading
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -20,12 +22,23 @@ import pytest
 
 from kvstore.errors import PathUnusableError
 from kvstore.testing.bench import TierBench, key_of
+from kvstore.tiers.disk import trust
+from kvstore.tiers.disk.lane import sharing
 from kvstore.tiers.disk.peers import PeerLanes
 from kvstore.tiers.disk.tier import DiskTier
 from kvstore.tiers.disk.trust import Trust
 from tests.patience import TOO_LONG
 from tests.tiers.conftest import OpenBench
-from tests.tiers.support import NAMESPACE, SEGMENT, SLOTS, STRANGER, Child, lane_of, segment_of
+from tests.tiers.support import (
+    NAMESPACE,
+    SEGMENT,
+    SLOTS,
+    STRANGER,
+    Child,
+    disk_of,
+    lane_of,
+    segment_of,
+)
 
 KEYS = [key_of(n) for n in range(SLOTS)]
 
@@ -165,10 +178,28 @@ def test_the_group_that_a_user_has_alone_is_that_user(
     open_bench().abandon()
     found[3] = [owner.pw_name, "somebody"]
     assert "may be written by group" in refusal(open_bench, folder)
-    found[3] = []
-    other = pwd.struct_passwd(["other", "x", owner.pw_uid + 1, owner.pw_gid, "", "/", "/bin/sh"])
-    monkeypatch.setattr(pwd, "getpwall", lambda: [owner, other])
-    assert "may be written by group" in refusal(open_bench, folder)
+
+
+def test_a_group_that_is_another_users_primary_one_is_not_private(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    import grp
+    import pwd
+
+    def user(name: str, uid: int) -> pwd.struct_passwd:
+        return pwd.struct_passwd([name, "x", uid, 4321, "", "/", "/bin/sh"])
+
+    monkeypatch.setattr(grp, "getgrgid", lambda _: grp.struct_group(["me", "x", 4321, []]))
+    monkeypatch.setattr(pwd, "getpwuid", lambda _: user("me", 4321))
+    for others, private in (
+        ([], True),
+        ([user("my other name", 4321)], True),
+        ([user("x", 5)], False),
+    ):
+        monkeypatch.setattr(pwd, "getpwall", lambda others=others: [user("me", 4321), *others])
+        trust._primary_members.cache_clear()
+        assert trust._is_private(4321, 4321) == private
+    trust._primary_members.cache_clear()
 
 
 @pytest.mark.parametrize("part", ["path", "namespace", "lane", "namespace.json"])
@@ -184,7 +215,13 @@ async def test_what_an_access_control_list_lets_others_write_to_is_refused(
         pytest.skip(f"no access control lists here: {error}")
     message = refusal(open_bench, stored)
     assert str(path) in message
-    assert "may be written by those whom its access control list names" in message
+    assert ", by its access control list: setfacl -b" in message
+    # What gives nobody else more is no reason, be it read, or of the owner itself.
+    entries[1:2] = [(2, 5, STRANGER), (2, 7, os.geteuid()), (2, 7, 0)]
+    entries[1:4] = sorted(set(entries[1:4]), key=lambda entry: entry[2])
+    packed = [struct.pack("<HHI", *entry) for entry in entries]
+    os.setxattr(path, "system.posix_acl_access", struct.pack("<I", 2) + b"".join(packed))
+    open_bench(stored).abandon()
 
 
 def part_of(cache: Path, part: str) -> Path:
@@ -465,6 +502,23 @@ async def test_a_foreign_file_takes_the_room_that_it_has_on_the_disk(
     assert await served(bench) == SLOTS
     assert (await bench.tier.grow())[0] == 1
     assert await bench.tier.grow() == (None, None), "its capacity is used up"
+
+
+def test_a_child_that_is_forked_while_a_lane_is_looked_at_does_not_keep_it(
+    stored: Path, open_bench: OpenBench
+) -> None:
+    lane = lane_of(stored)
+    with sharing(lane, Trust()) as lock:
+        assert lock is not None
+        child = os.fork()
+        if not child:
+            time.sleep(TOO_LONG)
+            os._exit(0)
+    try:
+        assert disk_of(open_bench(stored)).volumes[0].lane.folder == lane
+    finally:
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
 
 
 def test_a_forked_child_does_not_keep_the_lane_of_its_parent(folder: Path) -> None:

@@ -316,6 +316,12 @@ async def test_an_import_of_what_is_there_makes_no_lane(tmp_path: Path) -> None:
         told = json_of("import", file, tmp_path / "here")
     assert (told["chunks"], told["there"], told["stored"]) == (20, 20, 20)
     assert [each.name for each in (tmp_path / "here").glob("*/lane-*")] == ["lane-0"]
+    (lane,) = (tmp_path / "here").glob("*/lane-0")
+    for folder in (lane.parent, lane):
+        folder.chmod(0o777)
+        with pytest.raises(KVStoreError, match="may be written by every user"):
+            import_bundle(file, tmp_path / "here")
+        folder.chmod(0o700)
 
 
 async def test_an_import_mends_a_chunk_of_which_any_copy_is_damaged(tmp_path: Path) -> None:

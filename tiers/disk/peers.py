@@ -106,6 +106,11 @@ class PeerLanes(Tier):
         )
 
     @property
+    def name(self) -> str:
+        """How the lanes are called in the log."""
+        return f"other lanes of {self._own.name}"
+
+    @property
     def description(self) -> str:
         lanes = sum(watch.lanes for watch in self._known.watches)
         return f"{lanes} lanes of other processes"

@@ -16,11 +16,14 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import functools
 import grp
 import os
 import pwd
 import secrets
 import stat
+import struct
+import time
 from collections import deque
 from dataclasses import dataclass
 from pathlib import Path
@@ -47,6 +50,9 @@ WAY_OUT = (
 )
 
 _AS_IS = os.O_PATH | os.O_NOFOLLOW | os.O_CLOEXEC
+
+_ACL_USER, _ACL_GROUP = 2, 8
+"""Entries of an access control list that name somebody."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -296,9 +302,16 @@ def _is_private(group: int, user: int) -> bool:
         return False
     if found.gr_name != owner.pw_name or owner.pw_gid != group:
         return False
-    # Members by their primary group are in no list of a group.
-    members = {each.pw_name for each in pwd.getpwall() if each.pw_gid == group}
-    return members | set(found.gr_mem) <= {owner.pw_name}
+    if not set(found.gr_mem) <= {owner.pw_name}:
+        return False
+    # Members by their primary group are in no list. Of root's own group they are its services.
+    return not group or _primary_members(group, int(time.monotonic() // 60)) <= {user}
+
+
+@functools.lru_cache(maxsize=16)
+def _primary_members(group: int, minute: int) -> set[int]:
+    """The users whose primary group it is; to ask for all users may take long."""
+    return {each.pw_uid for each in pwd.getpwall() if each.pw_gid == group}
 
 
 def _list_doubt(fd: int, found: os.stat_result) -> str | None:
@@ -306,9 +319,16 @@ def _list_doubt(fd: int, found: os.stat_result) -> str | None:
 
     The mode says of it what all whom it names may do at most, as if it were the group's.
     """
-    if found.st_mode & stat.S_IWGRP:
+    if not found.st_mode & stat.S_IWGRP:
+        return None
+    try:
         # A descriptor that only names something has no attributes itself.
-        with contextlib.suppress(OSError):
-            os.getxattr(f"/proc/self/fd/{fd}", "system.posix_acl_access")
-            return "may be written by those whom its access control list names: setfacl -b"
+        packed = os.getxattr(f"/proc/self/fd/{fd}", "system.posix_acl_access")
+    except OSError:
+        return None
+    for kind, may, number in struct.iter_unpack("<HHI", packed[4:]):
+        user = kind == _ACL_USER and number not in (0, found.st_uid)
+        if may & 2 and (user or (kind == _ACL_GROUP and not _is_private(number, found.st_uid))):
+            whom = _user(number) if user else _group(number)
+            return f"may be written by {whom}, by its access control list: setfacl -b"
     return None
