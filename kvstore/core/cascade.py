@@ -233,7 +233,9 @@ class Cascades:
         found: dict[bytes, Chunk] = {}
         chunk_of, bit = self._pool.chunks.get, 1 << target.number
         # It may hold less than when they were queued, as it turned out that it cannot grow.
-        deepest = sys.maxsize if target.index.policy.shared else target.most
+        # Pins give way to that as well, later.
+        shared = target.index.policy.shared
+        deepest = sys.maxsize if shared else target.most + len(target.index.pinned)
         while len(found) < most and (keys := target.dequeue(most - len(found), owner)):
             for chunk in filter(None, map(chunk_of, keys)):
                 if not chunk.unsaved & bit:

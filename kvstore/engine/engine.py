@@ -84,8 +84,7 @@ class Engine:
         self._done: deque[Completion] = deque()
         self._tasks: dict[asyncio.Task[None], int] = {}
         """Moves under way, with the numbers of their tiers."""
-        self._called: dict[int, str] = {}
-        """How tiers are called in the log, by their numbers."""
+        self._called: dict[int, str] = {}  # in the log, by their numbers
         self._followers: list[asyncio.Task[None]] = []
         self._companions: set[asyncio.Task[None]] = set()
         self._pid = os.getpid()
@@ -255,16 +254,12 @@ class Engine:
 
     def _tell(self, move: Move, completion: Completion, raised: BaseException | None) -> None:
         """Log faults, except those of copies, which the core logs itself."""
-        tier = _name_of(self._tiers[move.tier])
-        called = self._called.get(move.tier)
-        if called is None:
-            name = getattr(self._tiers[move.tier], "name", None)
-            name = name if isinstance(name, str) else tier.partition(", ")[0]
-            # A complaint is ended by the name that it began with, and by no other's.
-            called = f"{name} ({move.tier})" if name in self._called.values() else name
-            self._called[move.tier] = called
-        what = f"{move.op.value}, {called}"
-        now = time.monotonic()
+        number, tier = move.tier, _name_of(self._tiers[move.tier])
+        if number not in self._called:
+            name = str(getattr(self._tiers[number], "name", tier.partition(", ")[0]))
+            # Each by a name that no other has, so that none ends another's complaint.
+            self._called[number] = f"{name} ({number})" if name in self._called.values() else name
+        what, now = f"{move.op.value}, {self._called[number]}", time.monotonic()
         if completion.error is None:
             self._complaints.went_well(what, f"{what} works again", now)
             return

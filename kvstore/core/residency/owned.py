@@ -99,9 +99,7 @@ class OwnedTier(CopyTarget):
             # Chunks that are being read are about to give up their slots.
             short -= len(index.reading)
         if short > 0 and slots.at_its_end:
-            if slots.cannot_grow and index.pinned:
-                # The tier is smaller than expected when chunks were pinned.
-                index.keep_pinned(index.most_pinned * slots.segments // slots.max_segments)
+            self._fit_pins()
             # A chunk that is both being read and pinned counts twice until the read has ended.
             short = min(short, len(self.entries) - len(index.reading) - len(index.pinned))
             if short > 0:
@@ -110,6 +108,12 @@ class OwnedTier(CopyTarget):
                 # No other slots are left; perhaps these can be written now.
                 slots.give_aside(count)
         return slots.take(count, passed_over)
+
+    def _fit_pins(self) -> None:
+        """Let pins go where the tier is smaller than expected when chunks were pinned."""
+        index, slots = self.index, self.slots
+        if slots.cannot_grow and index.pinned:
+            index.keep_pinned(index.most_pinned * slots.segments // slots.max_segments)
 
     def copied(self, keys: Sequence[bytes], slots: Sequence[int]) -> None:
         self.index.written(keys)
@@ -222,6 +226,7 @@ class OwnedTier(CopyTarget):
                 self.slots.growth_overtaken(completion.segments)
             else:
                 self.slots.growth_ended(completion.segments, now)
+                self._fit_pins()
                 if completion.segments:
                     self.index.keep_pinned(self.index.most_pinned)
         elif move.op is Op.NOTE:
