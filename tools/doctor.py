@@ -153,7 +153,7 @@ def _namespace(path: Path, held: NamespaceSurvey) -> Finding:
             '"admission": "reuse" or "endurance", or see kvstore simulate.'
         )
     found.faults = len(held.faults)
-    if held.faults and not live:
+    if held.faults and not any(each.live for each in segments):
         found.verdict = "cannot be read"
     if held.faults:
         found.advice.append(f"{counted(len(held.faults), 'fault')}: see kvstore verify {folder}.")

@@ -67,6 +67,17 @@ async def test_a_disk_that_others_fill_keeps_what_it_has_and_takes_new_chunks_in
         assert await caller.get(kept) == SLOTS, "the disk is still full, and all of it is served"
 
 
+async def test_a_reset_on_a_full_disk_gives_up_a_segment_and_is_durable(small: Path) -> None:
+    wave, later = range(2 * SLOTS), range(100, 100 + SLOTS)
+    async with calling(small / "cache") as caller:
+        assert await caller.save(wave) == set(wave)
+        fill(small)
+        await caller.store.reset()
+        assert await caller.save(later) == set(later)
+    async with calling(small / "cache") as caller:
+        assert await caller.each([*wave, *later]) == set(later)
+
+
 async def test_a_disk_that_has_room_again_is_used_again(small: Path) -> None:
     async with calling(small / "cache") as caller:
         theirs = fill(small)

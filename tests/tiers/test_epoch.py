@@ -10,6 +10,7 @@ import signal
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -18,6 +19,7 @@ from kvstore.testing.bench import key_of
 from kvstore.tiers.disk import DiskTier, epoch
 from kvstore.tiers.disk.epoch import EPOCH_NAME, MAX_EPOCH, raise_epoch, read_epoch
 from kvstore.tiers.disk.lane import LOCK_NAME
+from kvstore.tiers.disk.namespace import FILE_NAME
 from kvstore.tiers.disk.volume import Volume
 from tests.patience import TOO_LONG
 from tests.tiers.conftest import OpenBench
@@ -299,6 +301,22 @@ async def test_a_reset_writes_no_record_and_a_kill_after_it_brings_nothing_back(
     assert list(open_bench().opening.entries) == []
 
 
+async def test_a_reset_where_the_namespace_file_was_removed_writes_it_anew(
+    open_bench: OpenBench, folder: Path
+) -> None:
+    bench = open_bench()
+    await bench.store(KEYS, range(8))
+    space = lane_of(folder).parent
+    before = (space / FILE_NAME).read_text()
+    (space / FILE_NAME).unlink()
+    assert await bench.tier.clear() is not None
+    assert (space / FILE_NAME).read_text() == before
+    assert read_epoch(space) == 1
+    space.rename(space.with_name("away"))
+    assert await bench.tier.clear() is None
+    assert not space.exists()
+
+
 async def test_many_that_reset_at_once_are_each_alone(open_bench: OpenBench) -> None:
     benches = [open_bench() for _ in range(4)]
     for _ in range(5):
@@ -312,8 +330,8 @@ async def test_a_reset_that_is_tried_again_joins_what_it_had_moved_to(
     paths = [tmp_path / "a", tmp_path / "b"]
     bench = open_bench(paths, share_after_reset=True)
 
-    def refuse(self: Volume, epoch: int) -> int | str:
-        return "refused" if self is disk_of(bench).volumes[1] else raises(self, epoch)
+    def refuse(self: Volume, epoch: int, **named: Any) -> int | str:
+        return "refused" if self is disk_of(bench).volumes[1] else raises(self, epoch, **named)
 
     raises = Volume.raise_epoch
     with monkeypatch.context() as patch:

@@ -534,7 +534,8 @@ class DiskTier(Tier):
         wanted = highest if joins else max(highest, self.epoch) + 1
         while True:
             before = await self._highest(
-                [partial(volume.raise_epoch, wanted) for volume in self.volumes]
+                # Nothing that is there is found any more in any case.
+                [partial(volume.raise_epoch, wanted, giving=True) for volume in self.volumes]
             )
             if before is None or before < wanted:
                 return None if before is None else wanted

@@ -41,6 +41,7 @@ from kvstore.tiers.disk.extents import (
 )
 from kvstore.tiers.disk.format import Geometry, Records
 from kvstore.tiers.disk.io import choose_backend
+from kvstore.tiers.disk.io.base import NO_ROOM
 from kvstore.tiers.disk.lane import Lane, newest_told
 from kvstore.tiers.disk.namespace import Namespace
 from kvstore.tiers.disk.recovery import Recovered, held_geometry, recover
@@ -138,7 +139,7 @@ class Volume:
         self.capacity_bytes = capacity_bytes
         self.segments: dict[int, Segment] = {}
         self.max_segments = 0
-        self._digest = namespace.digest
+        self._namespace, self._digest = namespace, namespace.digest
         self._reads: dict[int, npt.NDArray[np.uint32]] = {}
         self._read_ms: dict[int, npt.NDArray[np.uint64]] = {}
         self._growth = threading.Lock()
@@ -511,16 +512,30 @@ class Volume:
         except OSError as error:
             return f"{self.lane.folder.parent}: cannot be read: {error.strerror}"
 
-    def raise_epoch(self, epoch: int) -> int | str:
-        """Raise the newest epoch here to `epoch` at least; what it was, or why not. May block."""
+    def raise_epoch(self, epoch: int, *, giving: bool = False) -> int | str:
+        """Raise the newest epoch here to `epoch` at least; what it was, or why not. May block.
+
+        Args:
+            giving: whether a segment may be given up for it where the disk is full.
+        """
+        folder = self.lane.folder.parent
         try:
-            before = raise_epoch(self.lane.folder.parent, epoch)
+            try:
+                before = raise_epoch(folder, epoch)
+            except FileNotFoundError:
+                # The file that says whose it is was removed, as one that is damaged has to be.
+                self.lane.check_place()
+                self._namespace.establish(folder.parent, self.trust)
+                before = raise_epoch(folder, epoch)
             self.lane.tell_epoch(epoch)
             return before
         except KVStoreError as error:
             return str(error)
         except OSError as error:
-            return f"{self.lane.folder.parent}: the epoch cannot be moved: {error.strerror}"
+            full = giving and error.errno in NO_ROOM and len(self.segments) > 0
+            if full and self.remove(max(self.segments)) is None:
+                return self.raise_epoch(epoch)
+            return f"{folder}: the epoch cannot be moved: {error.strerror}"
 
     def enter_epoch(self, epoch: int) -> None:
         """Read and write records of `epoch` from now on; no move is under way."""
