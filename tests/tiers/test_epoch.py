@@ -9,6 +9,7 @@ import random
 import signal
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ from kvstore.errors import ForeignFileError, PathUnusableError
 from kvstore.testing.bench import key_of
 from kvstore.tiers.disk import DiskTier, epoch
 from kvstore.tiers.disk.epoch import EPOCH_NAME, MAX_EPOCH, raise_epoch, read_epoch
-from kvstore.tiers.disk.lane import LOCK_NAME
+from kvstore.tiers.disk.lane import LOCK_NAME, PID_BYTES, newest_told
 from kvstore.tiers.disk.namespace import FILE_NAME
 from kvstore.tiers.disk.volume import Volume
 from tests.patience import TOO_LONG
@@ -36,6 +37,28 @@ def space(folder: Path) -> Path:
 
 def test_a_namespace_without_the_file_is_in_epoch_0(space: Path) -> None:
     assert read_epoch(space) == 0
+
+
+@pytest.mark.parametrize("looks", range(1, 3))
+def test_an_owner_that_writes_its_name_amid_a_look_has_not_told_an_epoch(
+    space: Path, monkeypatch: pytest.MonkeyPatch, looks: int
+) -> None:
+    lock = space / "lane-0" / LOCK_NAME
+    lock.parent.mkdir(mode=0o700)
+    lock.touch(mode=0o600)
+    count = 0
+
+    def looking(real: Callable[..., bytes], *arguments: int) -> bytes:
+        nonlocal count
+        found = real(*arguments)
+        count += 1
+        if count == looks:
+            lock.write_bytes(b"30229".ljust(PID_BYTES))
+        return found
+
+    for call in ("read", "pread"):
+        monkeypatch.setattr(os, call, partial(looking, getattr(os, call)))
+    assert newest_told(space)[0] == 0
 
 
 def test_a_short_write_makes_no_other_epoch(space: Path, monkeypatch: pytest.MonkeyPatch) -> None:

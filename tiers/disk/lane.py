@@ -269,8 +269,10 @@ _A_FOLDER = os.O_PATH | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 
 def _told(fd: int) -> tuple[int | None, int | None]:
     """The process that owns a lane, and the epoch that it, or the last one, has told."""
-    told = os.read(fd, PID_BYTES), os.read(fd, PID_BYTES)
-    pid, epoch = (int(text) if text.strip().isdigit() else None for text in told)
+    # In one call: an owner may be about to write both.
+    told = os.pread(fd, PID_BYTES + EPOCH_BYTES, 0)
+    parts = told[:PID_BYTES].strip(), told[PID_BYTES:].strip()
+    pid, epoch = (int(text) if text.isdigit() else None for text in parts)
     if epoch is not None and epoch > MAX_EPOCH:
         epoch = None
     return pid, epoch
