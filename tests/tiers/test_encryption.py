@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import os
 import random
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -20,9 +22,11 @@ from kvstore.tiers.disk import PeerLanes
 from kvstore.tiers.disk.extents import Extent, Writing
 from kvstore.tiers.disk.format import RECORD, RECORD_BYTES, checksummed
 from kvstore.tiers.disk.index import IndexFile, read_index
+from kvstore.tiers.disk.volume import Volume
 from kvstore.tiers.keys import KeyRing, Secret, id_of, parse_keys, read_keys, write_keys
 from kvstore.tiers.sealing import TAG_BYTES, Sealer
 from kvstore.types import Changes
+from tests.patience import PATIENCE
 from tests.tiers.conftest import OpenBench
 from tests.tiers.support import CHUNK, GEOMETRY, SLOT, SLOTS, disk_of, flip, lane_of, segment_of
 
@@ -392,6 +396,31 @@ async def test_a_key_that_becomes_a_tenants_own_opens_nothing_of_others(
     assert [key for key, _ in (await news_of(bench.tier)).lost] == KEYS
     await bench.close([])
     assert open_bench(keys=ring(keys_file)).opening.entries == []
+
+
+async def test_what_is_stored_in_place_of_a_lost_chunk_amid_a_look_is_not_lost(
+    stored: Path, open_bench: OpenBench, keys_file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    keys = ring(keys_file)
+    bench = open_bench(keys=keys)
+    change(keys_file, alice=None)
+    keys.look()
+    assert (await bench.tier.refresh()).forgotten
+    real, looked, goes_on = Volume.list_unreadable, threading.Event(), threading.Event()
+
+    def held(*arguments: Any) -> list[tuple[bytes, int]]:
+        found = real(*arguments)
+        looked.set()
+        goes_on.wait(PATIENCE)
+        return found
+
+    monkeypatch.setattr(Volume, "list_unreadable", held)
+    looking = asyncio.create_task(news_of(bench.tier))
+    await asyncio.to_thread(looked.wait, PATIENCE)
+    # It was removed meanwhile, and is stored again with a key that is known.
+    assert all((await bench.store(ALICE[:1], [0])).ok)
+    goes_on.set()
+    assert [key for key, _ in (await looking).lost] == ALICE[1:]
 
 
 async def test_an_index_that_cannot_be_read_is_asked_again_for_lost_chunks(

@@ -115,6 +115,8 @@ class DiskTier(Tier):
         # How often the keys had changed, and the segments that were not checked since.
         self._keys_seen = 0 if keys is None else keys.changes
         self._unchecked: deque[tuple[int, int]] = deque()
+        # Slots that were written while one is being checked.
+        self._rewritten: set[int] | None = None
         # Chunks whose keys are not known that were found in this look, and in the one before.
         self._unreadable = self._unreadable_before = 0
         self._moving = 0
@@ -306,6 +308,8 @@ class DiskTier(Tier):
         job = Job(keys, slots, rows, [False] * len(keys), load=False, sequence=self._sequence)
         job.coder = None if self._coder is None else self._coder.begun()
         self._sequence += len(keys)
+        if self._rewritten is not None:
+            self._rewritten.update(slots)
         return await self._move(job)
 
     async def _move(self, job: Job) -> Transfer:
@@ -457,7 +461,11 @@ class DiskTier(Tier):
             unchecked.rotate(-1)
             volume = self.volumes[index]
             check = partial(volume.list_unreadable, number, sealer.keys)
-            found = await volume.threads.run(check)
+            self._rewritten = rewritten = set[int]()
+            try:
+                found = await volume.threads.run(check)
+            finally:
+                self._rewritten = None
             unchecked.pop()
             self._unreadable += len(found)
             if not unchecked:
@@ -465,9 +473,10 @@ class DiskTier(Tier):
                 more = self._unreadable > self._unreadable_before
                 warn_of_unreadable(self.name, more * self._unreadable)
                 self._unreadable, self._unreadable_before = 0, self._unreadable
-            if found and self.epoch == epoch:
-                first = self._segment(index, number) * self.geometry.slots
-                return Changes(lost=[(key, first + slot) for key, slot in found])
+            first = self._segment(index, number) * self.geometry.slots
+            lost = [(key, first + slot) for key, slot in found if first + slot not in rewritten]
+            if lost and self.epoch == epoch:
+                return Changes(lost=lost)
         return Changes()
 
     def where(self, slot: int) -> tuple[Path, int]:
