@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import errno
+import fcntl
 import os
 import stat
 import threading
@@ -21,6 +22,7 @@ __all__ = [
     "Daemons",
     "Home",
     "LoopThread",
+    "close_unlocked",
     "given_up_in_children",
     "in_thread",
     "new_event_loop",
@@ -59,6 +61,16 @@ def given_up_in_children(give_up: Callable[[_T], object]) -> weakref.WeakSet[_T]
 
     os.register_at_fork(after_in_child=in_child)
     return kept
+
+
+def close_unlocked(fd: int) -> None:
+    """Close a file that may be locked by `flock`, and end the lock.
+
+    To close it ends the lock only where no child has the file that was forked meanwhile.
+    """
+    with contextlib.suppress(OSError):
+        fcntl.flock(fd, fcntl.LOCK_UN)
+    os.close(fd)
 
 
 def open_at_once(

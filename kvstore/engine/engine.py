@@ -254,9 +254,9 @@ class Engine:
 
     def _tell(self, move: Move, completion: Completion, raised: BaseException | None) -> None:
         """Log faults, except those of copies, which the core logs itself."""
-        number, tier = move.tier, _name_of(self._tiers[move.tier])
+        number, tier = move.tier, self._tiers[move.tier]
         if number not in self._called:
-            name = str(getattr(self._tiers[number], "name", tier.partition(", ")[0]))
+            name = str(getattr(tier, "name", _name_of(tier).partition(", ")[0]))
             # Each by a name that no other has, so that none ends another's complaint.
             self._called[number] = f"{name} ({number})" if name in self._called.values() else name
         what, now = f"{move.op.value}, {self._called[number]}", time.monotonic()
@@ -266,7 +266,7 @@ class Engine:
         if move.op is Op.CASCADE and raised is None:
             return
         failed = max(1, completion.ok.count(False))
-        told = self._complaints.failed(what, completion.error, now, failed, tier=tier)
+        told = self._complaints.failed(what, completion.error, now, failed, tier=_name_of(tier))
         if told and raised is not None:
             logger.error(
                 "it was raised here", exc_info=raised, extra=about("engine.raised", error=raised)

@@ -398,14 +398,20 @@ async def test_a_key_that_becomes_a_tenants_own_opens_nothing_of_others(
     assert open_bench(keys=ring(keys_file)).opening.entries == []
 
 
-async def test_what_is_stored_in_place_of_a_lost_chunk_amid_a_look_is_not_lost(
-    stored: Path, open_bench: OpenBench, keys_file: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def without_alice(open_bench: OpenBench, keys_file: Path) -> TierBench:
+    """A tier that was told that a key is forgotten, and has not looked for its chunks yet."""
     keys = ring(keys_file)
     bench = open_bench(keys=keys)
     change(keys_file, alice=None)
     keys.look()
     assert (await bench.tier.refresh()).forgotten
+    return bench
+
+
+async def test_what_is_stored_in_place_of_a_lost_chunk_amid_a_look_is_not_lost(
+    stored: Path, open_bench: OpenBench, keys_file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bench = await without_alice(open_bench, keys_file)
     real, looked, goes_on = Volume.list_unreadable, threading.Event(), threading.Event()
 
     def held(*arguments: Any) -> list[tuple[bytes, int]]:
@@ -426,11 +432,7 @@ async def test_what_is_stored_in_place_of_a_lost_chunk_amid_a_look_is_not_lost(
 async def test_an_index_that_cannot_be_read_is_asked_again_for_lost_chunks(
     stored: Path, open_bench: OpenBench, keys_file: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    keys = ring(keys_file)
-    bench = open_bench(keys=keys)
-    change(keys_file, alice=None)
-    keys.look()
-    assert (await bench.tier.refresh()).forgotten
+    bench = await without_alice(open_bench, keys_file)
 
     def fails(*_: object) -> None:
         raise OSError("no index")

@@ -11,7 +11,6 @@ keeps the epoch that its owners have been in, by which it is noticed that the fi
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import fcntl
 import os
@@ -19,7 +18,7 @@ import stat
 import time
 from pathlib import Path
 
-from kvstore.concurrency import open_at_once
+from kvstore.concurrency import close_unlocked, open_at_once
 from kvstore.errors import ForeignFileError, PathUnusableError
 from kvstore.tiers.disk import namespace
 from kvstore.tiers.disk.io.base import write_whole
@@ -100,10 +99,7 @@ def raise_epoch(folder: Path, epoch: int) -> int:
         sync_folder(folder)
         return standing
     finally:
-        # To close it ends the lock only where no forked child has it, too.
-        with contextlib.suppress(OSError):
-            fcntl.flock(lock, fcntl.LOCK_UN)
-        os.close(lock)
+        close_unlocked(lock)
 
 
 def _lock(fd: int) -> None:

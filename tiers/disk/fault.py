@@ -6,9 +6,11 @@ import errno
 from dataclasses import dataclass
 from pathlib import Path
 
+from kvstore.tiers.disk.io.base import NO_ROOM
+
 __all__ = ["Fault"]
 
-NOT_WRITTEN = {errno.ENOSPC, errno.EDQUOT, errno.EROFS}
+NOT_WRITTEN = {*NO_ROOM, errno.EROFS}
 """Errors that only who writes meets."""
 
 

@@ -16,7 +16,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import NamedTuple
 
-from kvstore.concurrency import given_up_in_children, open_at_once
+from kvstore.concurrency import close_unlocked, given_up_in_children, open_at_once
 from kvstore.errors import ForeignFileError, LaneBusyError, PathUnusableError
 from kvstore.tiers.disk.epoch import MAX_EPOCH
 from kvstore.tiers.disk.segment import read_header, segment_files
@@ -239,7 +239,7 @@ def lane_owner(folder: Path) -> Owner | None:
                 # It could not write who it is, on a full disk.
                 return Owner(pid or 0, epoch)
         finally:
-            _unlock(fd)
+            close_unlocked(fd)
     return None
 
 
@@ -290,7 +290,7 @@ def sharing(folder: Path, trust: Trust) -> Iterator[int | None]:
         sound = trust.file_fault(fd, written=True) is None
         yield fd if sound and _locked(fd, fcntl.LOCK_SH) else None
     finally:
-        _unlock(fd)
+        close_unlocked(fd)
 
 
 def _lock(folder: Path, trust: Trust) -> int | None:
@@ -341,13 +341,6 @@ def _take(fd: int) -> bool:
         fcntl.flock(fd, fcntl.LOCK_UN)
         time.sleep(0.002)
     return False
-
-
-def _unlock(fd: int) -> None:
-    """Close a file whose lock was shared, and end the lock, which a forked child may have, too."""
-    with contextlib.suppress(OSError):
-        fcntl.flock(fd, fcntl.LOCK_UN)
-    os.close(fd)
 
 
 def _locked(fd: int, kind: int) -> bool:

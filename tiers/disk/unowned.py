@@ -75,7 +75,7 @@ class UnownedLanes:
 
     def __init__(self, own: Lane, trust: Trust) -> None:
         self.removed = 0
-        self._lane, self._own = own, own.folder
+        self._own = own
         self._trust = trust
         self._spare: deque[_Spare] = deque()
         self._told: set[Path] = set()
@@ -133,25 +133,25 @@ class UnownedLanes:
             return held <= most_bytes
 
     def _look(self) -> None:
-        self._lane.check_place()
+        self._own.check_place()
         lanes: list[tuple[bool, int, list[_Spare]]] = []
         for folder, digest in self._lanes():
             spare = _spare_segments(folder, digest, self._trust)
             if spare is not None:
-                lanes.append((folder.parent == self._own.parent, *spare))
+                lanes.append((folder.parent == self._own.folder.parent, *spare))
         lanes.sort(key=lambda lane: lane[:2])
         self._spare = deque(one for *_, spare in lanes for one in spare)
 
     def _lanes(self) -> Iterator[tuple[Path, str]]:
         """The lanes beside one's own, and the digests of their namespaces."""
-        for namespace in self._own.parent.parent.iterdir():
+        for namespace in self._own.folder.parent.parent.iterdir():
             try:
                 found = namespace.lstat()
                 if not stat.S_ISDIR(found.st_mode) or self._trust.doubt(found) is not None:
                     continue
                 digest = read_namespace(namespace, self._trust)["digest"]
                 for _, folder in lane_folders(namespace, self._trust):
-                    if folder != self._own:
+                    if folder != self._own.folder:
                         yield folder, digest
             except (OSError, KVStoreError):
                 continue  # No cache, or one that is not trusted.
@@ -168,7 +168,7 @@ class UnownedLanes:
                 if self._trust.file_fault(fd, written=True) is not None:
                     return
                 # Else it is of another cache, which was put in the place of its own.
-                self._lane.check_place()
+                self._own.check_place()
                 remove_file(one.path, fd)
             finally:
                 os.close(fd)
@@ -179,7 +179,7 @@ class UnownedLanes:
             logger.warning(
                 "disk tier: the capacity of %s is used up: segments of %s, which nobody has used "
                 "for %.1f hours, are removed as room is needed",
-                self._own.parent.parent,
+                self._own.folder.parent.parent,
                 folder,
                 (time.time() - since) / 3600,
                 extra=about("disk.unowned_removed", path=folder),
