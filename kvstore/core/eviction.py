@@ -242,6 +242,16 @@ class Room:
             self._give_way(rows, keys)
 
     @property
+    def turns_away(self) -> bool:
+        """Whether the policy may turn away a part of a store for which there is room.
+
+        Not where tiers get copies: what has no row would not get to these either. A policy that
+        spares what came last turns away only what finds no room.
+        """
+        policy = self._pool.policy
+        return policy.declines and (policy.spares_latest or not self._cascades.targets)
+
+    @property
     def sure(self) -> int:
         """Rows that are free, or certain to become free when asked for one by one."""
         pool = self._pool

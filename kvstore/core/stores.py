@@ -93,7 +93,7 @@ class Stores:
         self._pins = pins
         self._victims = victims
         self._room = room
-        self._entrance = Entrance(pool, victims)
+        self._entrance = Entrance(pool, victims, room)
         self._requests = requests
         self._queue = queue
         self._lookups = lookups
@@ -293,7 +293,7 @@ class Stores:
         if tight and not self._leavable(offered[offered.index(new[0]) :]):
             # Only its head could make way for its end.
             fits = False
-        at_once = may_fit or room.demotes or not pool.policy.declines
+        at_once = may_fit or room.demotes or not room.turns_away
         # Where tenants share the rows, what others have is not for this store, and the policy does
         # not see it as a whole.
         if pool.policy.shared or (not fits and at_once):
@@ -334,9 +334,10 @@ class Stores:
 class Entrance:
     """Admits the chunks of a store, evicting others as needed."""
 
-    def __init__(self, pool: HostPool, victims: Victims) -> None:
+    def __init__(self, pool: HostPool, victims: Victims, room: Room) -> None:
         self._pool = pool
         self._victims = victims
+        self._room = room
 
     def reach(self, keys: Sequence[bytes], room: int, unwanted: Collection[bytes] = ()) -> int:
         """Return how many leading `keys` fit in host memory together, `unwanted` ones left out.
@@ -421,7 +422,7 @@ class Entrance:
         def whole(key: bytes) -> int:
             return key in entering or may_not_leave(key)
 
-        protected = may_not_leave if pool.policy.declines else whole
+        protected = may_not_leave if self._room.turns_away else whole
         own: Collection[bytes] = ()
         free = pool.free
         all_asked = True

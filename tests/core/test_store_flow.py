@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from kvstore.policies import create_policy, policy_names
 from tests.core.rig import Rig, chain
 
 
@@ -38,6 +39,26 @@ def test_a_store_evicts_and_says_whom() -> None:
     grant = rig.core.prepare_store(new, "w")
     assert grant is not None
     assert grant.evicted == [old[3], old[2]], "a chain is shed from its end"
+
+
+@pytest.mark.parametrize("policy", policy_names())
+def test_no_policy_of_host_memory_keeps_new_chunks_from_the_disk(policy: str) -> None:
+    rig = Rig(rows=32, policy=create_policy(policy, 32), segment_slots=2048)
+    hot = chain("hot", 24)
+    rig.put(hot)
+    # Chunks that come again each time, beside others that never do.
+    for number in range(60):
+        rig.settle()
+        request = f"r{number}"
+        assert rig.resolve(hot, request) == 24
+        rig.load(hot, request)
+        rig.core.complete_load(hot, request)
+        rig.core.on_request_finished(request)
+        rig.settle()
+        new = chain(f"new{number}", 24)
+        rig.put(new, f"w{number}")
+        rig.settle()
+        assert [key for key in new if key in rig.owned().entries] == new
 
 
 def test_a_store_does_not_evict_the_chunks_of_its_own_chain() -> None:
