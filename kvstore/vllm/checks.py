@@ -16,12 +16,14 @@ from vllm.v1.kv_cache_interface import (
 from kvstore.errors import ConfigError
 from kvstore.tiers.codec import GROUP_BYTES
 from kvstore.types import about
+from kvstore.vllm.version import hashes_last
 
 if TYPE_CHECKING:
     from kvstore.gate import Gate
     from kvstore.vllm.engine import Engine
 
 __all__ = [
+    "check_answers",
     "check_codec",
     "check_continues",
     "check_engine_with_tiers",
@@ -39,14 +41,24 @@ AT_ITS_END = 10
 def check_continues(vllm_config: Any) -> None:
     """Make sure that this vLLM can compute the rest of a prompt whose beginning is loaded.
 
-    Its reference MLA on the CPU (without AMX) attends to nothing before the tokens that a step
-    computes: vLLM turns chunked prefill and its own prefix cache off for it, but no connector.
+    Poolers of all tokens of a prompt (MEAN, CLS) end the engine if a part was not computed. Its
+    reference MLA on the CPU (without AMX) attends to nothing before the tokens that a step
+    computes. vLLM turns its own prefix cache off for both, but no connector.
 
     Raises:
         ConfigError: if it cannot.
     """
     model = getattr(vllm_config, "model_config", None)
-    if model is None or not model.use_mla:
+    if model is None:
+        return
+    # What has recurrent layers alone counts as not supported as long as vLLM tries that out.
+    if not model.is_prefix_caching_supported and model.attn_type != "attention_free":
+        raise ConfigError(
+            "vLLM has to compute the prompts of this model from their first token (it says that "
+            "it does not support prefix caching), so nothing that is stored could be used: start "
+            "it without a connector"
+        )
+    if not model.use_mla:
         return
     from vllm.platforms import current_platform
 
@@ -58,7 +70,10 @@ def check_continues(vllm_config: Any) -> None:
 
 
 def check_engine_with_tiers(vllm_config: Any, seconds: float) -> None:
-    """Make sure that what this engine computes may outlive it, and say if it is killed at its end.
+    """Make sure that what this engine computes may outlive it, and say what would be lost.
+
+    That is what an engine which is killed at its end has not copied, and everything where the next
+    process has other hashes for the same blocks.
 
     Args:
         seconds: how long its end may take.
@@ -72,6 +87,14 @@ def check_engine_with_tiers(vllm_config: Any, seconds: float) -> None:
             "weight_transfer_config is set: weights change while the engine runs, and chunks on "
             "disk or in a store would be taken for those of other weights; leave tiers out, or "
             "weight_transfer_config"
+        )
+    cache = getattr(vllm_config, "cache_config", None)
+    if cache is not None and not hashes_last(algorithm := str(cache.prefix_caching_hash_algo)):
+        logger.warning(
+            "kvstore: this vLLM begins its block hashes (%s) with another number in each process, "
+            "so nothing is found after a restart: set PYTHONHASHSEED",
+            algorithm,
+            extra=about("server.hashes_change"),
         )
     given = getattr(vllm_config, "shutdown_timeout", None)
     if given is not None and given <= seconds:
@@ -101,6 +124,22 @@ def check_kv_cache(vllm_config: Any, kv_cache_config: Any) -> None:
             "this model has recurrent layers, and prefix caching is off: vLLM keeps no states at "
             "the ends of blocks then, so there is nothing to offload. Start it with "
             "--enable-prefix-caching"
+        )
+
+
+def check_answers(prompt_only: bool, engine: Engine | None) -> None:
+    """Make sure that what is stored of answers follows from the tokens before it alone.
+
+    Raises:
+        ConfigError: if it does not: with R-SWA answers attend to their last tokens and to the
+            prompt that they had, and vLLM gives blocks away amid an answer.
+    """
+    if prompt_only or engine is None:
+        return
+    if any(type(spec).__name__ == "RSWASpec" for spec in _specs(engine.kv_cache_config)):
+        raise ConfigError(
+            "offload_prompt_only = false, and this model has R-SWA layers: what they keep of an "
+            "answer is wrong for a prompt with the same tokens. Leave it out"
         )
 
 
@@ -206,13 +245,17 @@ def check_codec(key: str, gate: Gate, engine: Engine | None) -> None:
             )
 
 
-def _has_windows(kv_cache_config: Any) -> bool:
-    kinds = (SlidingWindowSpec, ChunkedLocalAttentionSpec)
+def _specs(kv_cache_config: Any) -> list[Any]:
     specs = [group.kv_cache_spec for group in kv_cache_config.kv_cache_groups]
     for spec in list(specs):
         # One group may have a specification for each of its layers.
         specs += getattr(spec, "kv_cache_specs", {}).values()
-    return any(isinstance(spec, kinds) for spec in specs)
+    return specs
+
+
+def _has_windows(kv_cache_config: Any) -> bool:
+    kinds = (SlidingWindowSpec, ChunkedLocalAttentionSpec)
+    return any(isinstance(spec, kinds) for spec in _specs(kv_cache_config))
 
 
 def _recurrent(kv_cache_config: Any) -> bool:

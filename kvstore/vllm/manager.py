@@ -421,8 +421,12 @@ class KVStoreOffloadingManager(OffloadingManager):
         return RETRY if uncounted and key not in self._core.chunks else PENDING
 
     def _allowed(self, key: bytes, req_context: ReqContext) -> bool:
-        medium = MEDIUM.CPU if key in self._core.chunks else MEDIUM.STORAGE
-        return bool(req_context.load_tier_filter.allows(medium, Locality.LOCAL))
+        """Whether a request wants a chunk from where it is: as in vLLM, what is in host memory."""
+        if key in self._core.chunks:
+            return True
+        local = any(tier.store is None and key in tier.entries for tier in self._core.tiers)
+        where = Locality.LOCAL if local else Locality.REMOTE
+        return bool(req_context.load_tier_filter.allows(MEDIUM.STORAGE, where))
 
 
 def _weights_of(engine: Engine | None) -> LiveWeights | None:

@@ -60,7 +60,12 @@ from kvstore.errors import ConfigError, KVStoreError
 from kvstore.tiers.lent import LentRegion
 from kvstore.types import about
 from kvstore.vllm.adapters import AdapterKeys
-from kvstore.vllm.checks import check_engine_with_tiers, check_recurrent, check_windows
+from kvstore.vllm.checks import (
+    check_answers,
+    check_engine_with_tiers,
+    check_recurrent,
+    check_windows,
+)
 from kvstore.vllm.engine import current_engine
 from kvstore.vllm.identity.identity import adapter_settings
 from kvstore.vllm.identity.naming import Naming, siblings
@@ -215,6 +220,7 @@ class KVStoreTier(SecondaryTierManager):
                 f"chunks {layout.chunk_bytes}"
             )
         self._engine = engine = current_engine()
+        check_answers(bool(spec.offload_prompt_only), engine)
         check_windows(spec.config, engine)
         vllm_config = None if engine is None else engine.vllm_config
         check_engine_with_tiers(vllm_config, config.shutdown_timeout_s)

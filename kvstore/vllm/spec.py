@@ -23,6 +23,7 @@ from kvstore.gate import codecs_of, read_gate
 from kvstore.observe.metrics.table import METRICS
 from kvstore.types import about
 from kvstore.vllm.checks import (
+    check_answers,
     check_codec,
     check_continues,
     check_engine_with_tiers,
@@ -32,7 +33,7 @@ from kvstore.vllm.checks import (
 from kvstore.vllm.identity.naming import Naming
 from kvstore.vllm.layout import Layout
 from kvstore.vllm.metrics_report import LABELS, definitions
-from kvstore.vllm.version import LOADS_WITHIN_STEPS, hashes_last, join_server_log
+from kvstore.vllm.version import LOADS_WITHIN_STEPS, join_server_log
 
 if TYPE_CHECKING:
     from kvstore.vllm.engine import Engine
@@ -40,11 +41,6 @@ if TYPE_CHECKING:
 __all__ = ["KVStoreOffloadingSpec"]
 
 logger = logging.getLogger("kvstore")
-
-HASHES_CHANGE = (
-    "kvstore: this vLLM begins its block hashes (%s) with another number in each process, so "
-    "nothing is found after a restart: set PYTHONHASHSEED"
-)
 
 
 class KVStoreOffloadingSpec(OffloadingSpec):
@@ -75,6 +71,10 @@ class KVStoreOffloadingSpec(OffloadingSpec):
         for key in ENGINE_KEYS & values.keys():
             raise ValueError(f"unknown key {key} = {values[key]!r}: vLLM decides it")
         _check_budget(values.pop(BUDGET_KEY, None))
+        for key in ("offload_prompt_only", "self_describing_kv_events"):
+            # vLLM takes "false" for true.
+            if not isinstance(value := values.get(key, True), bool):
+                raise ConfigError(f"{key} = {value!r}: must be true or false")
         self._naming = Naming.taken_from(values)
         self.store_config = Config.from_mapping(values, ignore=VLLM_KEYS)
         vllm_config = None if engine is None else engine.vllm_config
@@ -104,6 +104,7 @@ class KVStoreOffloadingSpec(OffloadingSpec):
 
         vllm_config = None if self.engine is None else self.engine.vllm_config
         check_continues(vllm_config)
+        check_answers(self.offload_prompt_only, self.engine)
         check_recurrent(self.config, self.engine)
         check_windows(self.config, self.engine)
         if self.store_config.tiers:
@@ -115,11 +116,6 @@ class KVStoreOffloadingSpec(OffloadingSpec):
             # Without them nothing outlives the process.
             given = self.store_config.identity or {}
             self.identity = self._naming.whole(self.identity, self.config, self.engine, given)
-        cache = getattr(vllm_config, "cache_config", None)
-        if self.store_config.tiers and cache is not None:
-            algorithm = str(cache.prefix_caching_hash_algo)
-            if not hashes_last(algorithm):
-                logger.warning(HASHES_CHANGE, algorithm, extra=about("server.hashes_change"))
         self._tell_of_others()
         paths = [path for tier in self.store_config.tiers for path in tier.paths]
         size = self.layout.chunk_bytes

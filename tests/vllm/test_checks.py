@@ -15,7 +15,13 @@ import torch
 from vllm.v1.kv_cache_interface import MambaSpec, SlidingWindowSpec, UniformTypeKVCacheSpecs
 
 from kvstore.errors import ConfigError
-from kvstore.vllm.checks import check_kv_cache, check_recurrent, check_windows
+from kvstore.vllm.checks import (
+    check_answers,
+    check_continues,
+    check_kv_cache,
+    check_recurrent,
+    check_windows,
+)
 from tests.vllm.parts import engine_like, kv_cache_config, offloading_config
 
 STATES = MambaSpec(
@@ -99,6 +105,41 @@ def test_chunks_of_several_blocks_are_refused_where_a_window_may_leave_a_part(
     assert caplog.text == ""
     check_windows(several, None)
     assert "does not tell whether this model has one" in caplog.text
+
+
+def test_models_that_have_to_compute_prompts_from_their_first_token_are_refused() -> None:
+    """Two equal prompts ended an engine with MEAN pooling: its pooler needs all tokens."""
+
+    def engine(supported: bool, kind: str = "decoder", mla: bool = False) -> Any:
+        model = {"is_prefix_caching_supported": supported, "attn_type": kind, "use_mla": mla}
+        return SimpleNamespace(
+            model_config=SimpleNamespace(**model),
+            scheduler_config=SimpleNamespace(enable_chunked_prefill=False),
+        )
+
+    for fine in (None, engine(True), engine(False, "attention_free")):
+        check_continues(fine)
+    for kind in ("decoder", "encoder_only", "encoder_decoder"):
+        with pytest.raises(ConfigError, match="from their first token"):
+            check_continues(engine(False, kind))
+    with pytest.raises(ConfigError, match="MLA on this CPU"):
+        check_continues(engine(True, mla=True))
+
+
+def test_answers_of_a_model_that_forgets_parts_of_them_are_not_stored() -> None:
+    interface = pytest.importorskip("vllm.v1.kv_cache_interface")
+    if not hasattr(interface, "RSWASpec"):
+        pytest.skip("this vLLM has no R-SWA")
+    layer = interface.RSWASpec(
+        block_size=16, num_kv_heads=1, head_size=8, dtype=torch.float32, rswa_window=64
+    )
+    nested = UniformTypeKVCacheSpecs(block_size=16, kv_cache_specs={"layer": layer})
+    for spec in (layer, nested):
+        engine = engine_like(kv_cache_config(spec))
+        check_answers(True, engine)
+        with pytest.raises(ConfigError, match="offload_prompt_only = false.*R-SWA"):
+            check_answers(False, engine)
+    check_answers(False, engine_like())
 
 
 def test_without_prefix_caching_there_are_no_states_to_offload() -> None:

@@ -9,6 +9,7 @@ import struct
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -222,8 +223,11 @@ def test_a_large_model_costs_a_few_thousand_reads(
 class Model:
     """As much of vLLM's `ModelConfig` as is looked at."""
 
-    def __init__(self, model: str, model_weights: str = "", revision: str | None = None) -> None:
+    def __init__(
+        self, model: str, model_weights: str = "", revision: str | None = None, **config: str
+    ) -> None:
         self.model, self.model_weights, self.revision = model, model_weights, revision
+        self.hf_config = SimpleNamespace(**config)
 
 
 def names(paths: list[Path]) -> list[str]:
@@ -256,6 +260,32 @@ def test_of_several_kinds_of_files_those_count_that_vllm_loads(tmp_path: Path) -
     assert found("npcache") == ["pytorch_model.bin", *beside]
     one = tmp_path / "model-1.safetensors"
     assert model_files(Model(str(one)), "auto", None) == [one]
+
+
+def test_parts_of_a_model_that_lie_elsewhere_count(tmp_path: Path) -> None:
+    """As vLLM loads Kimi-Audio's tower from a folder below, and Ultravox's text model."""
+    main, tower, text = tmp_path / "main", tmp_path / "main" / "tower", tmp_path / "text"
+    for folder in (tower, text, main / "original", main / "checkpoint-500"):
+        folder.mkdir(parents=True)
+        (folder / "model.safetensors").write_bytes(folder.name.encode())
+    (main / "model.safetensors").write_bytes(b"x")
+    model = Model(str(main), audio_model_id="", text_model_id=str(text))
+
+    def found() -> str:
+        return digest(*model_files(model, "auto", None, several=True))
+
+    before = found()
+    for folder in (main / "original", main / "checkpoint-500"):
+        (folder / "model.safetensors").write_bytes(b"not loaded")
+    assert found() == before
+    (tower / "model.safetensors").write_bytes(b"TOWER")
+    with_tower = found()
+    (text / "model.safetensors").write_bytes(b"TEXT")
+    assert len({before, with_tower, found()}) == 3
+    assert names(model_files(model, "auto", None)) == ["model.safetensors"]
+    model.hf_config.text_model_id = "org/never-fetched"
+    with pytest.raises(UnreadableError, match="org/never-fetched"):
+        found()
 
 
 def test_a_model_of_a_hub_is_read_in_its_cache(tmp_path: Path) -> None:

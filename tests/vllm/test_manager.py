@@ -6,14 +6,12 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 pytest.importorskip("vllm")
 
-from kvstore.errors import ConfigError
 from kvstore.vllm.version import HAS_POSITIONS, mediums
 from tests.patience import PATIENCE
 from tests.vllm.parts import make_spec
@@ -377,16 +375,31 @@ def test_of_a_store_that_does_not_fit_every_group_gets_the_head_of_the_prompt(
     server.close()
 
 
-def test_a_request_may_exclude_a_medium(server: Server) -> None:
-    from vllm.v1.kv_offload.base import LookupResult, Medium, TierFilter, TierMatcher
+def test_a_request_may_choose_tiers_below_host_memory(tmp_path: Path) -> None:
+    from vllm.v1.kv_offload.base import Locality, LookupResult, Medium, TierFilter, TierMatcher
 
-    keys = keys_of("a", 4)
-    server.store("r1", keys)
-    for medium, expected in ((Medium.CPU, LookupResult.HIT), (Medium.STORAGE, LookupResult.MISS)):
-        request = server.context(
-            f"r-{medium}", load_tier_filter=TierFilter((TierMatcher(medium=medium),))
-        )
-        assert server.manager.lookup(keys[0], request) is expected
+    below, here = keys_of("a", 4), keys_of("b", 4)
+    first = Server(tmp_path, rows=64)
+    first.store("w", below)
+    first.settle()
+    first.close()
+    server = Server(tmp_path, rows=64)
+    server.store("w", here)
+
+    def answer(key: Any, **wanted: Any) -> LookupResult:
+        told = TierFilter((TierMatcher(**wanted),))
+        return server.manager.lookup(key, server.context(f"{wanted}", load_tier_filter=told))
+
+    other = ({"medium": Medium.CPU}, {"medium": Medium.STORAGE, "locality": Locality.REMOTE})
+    for wanted in other:
+        assert answer(below[0], **wanted) is LookupResult.MISS
+        assert answer(here[0], **wanted) is LookupResult.HIT
+    disk = {"medium": Medium.STORAGE, "locality": Locality.LOCAL}
+    assert answer(below[0], **disk) not in (LookupResult.MISS, LookupResult.HIT)
+    server.settle()
+    server.step()
+    assert answer(below[0], **disk) is LookupResult.HIT
+    server.close()
 
 
 def test_events_tell_what_appeared_where(server: Server) -> None:
@@ -562,6 +575,8 @@ def test_a_request_that_goes_on_at_a_reset_stores_no_more_and_the_next_one_does(
         ({"automatic_identiy": True}, "did you mean automatic_identity"),
         ({"blocks_per_chunks": 2}, "did you mean blocks_per_chunk"),
         ({"cpu_bytes_to_use": "12 apples"}, "cpu_bytes_to_use = '12 apples'"),
+        ({"offload_prompt_only": "false"}, "offload_prompt_only = 'false': must be true or false"),
+        ({"self_describing_kv_events": 1}, "self_describing_kv_events = 1: must be true or false"),
         ({"cpu_bytes_to_use": 100}, "must hold at least one chunk of 4096 bytes"),
         (
             {"eviction_policy": "magic"},
@@ -582,21 +597,6 @@ def test_the_spec_module_imports_nothing_heavy_until_the_spec_is_asked_for() -> 
 
     code = "import sys, kvstore.vllm; assert not {'torch', 'vllm'} & sys.modules.keys()"
     subprocess.run([sys.executable, "-c", code], check=True)
-
-
-def test_mla_that_computes_prompts_from_their_first_token_only_is_refused() -> None:
-    from kvstore.vllm.checks import check_continues
-
-    def engine(use_mla: bool, chunked: bool) -> SimpleNamespace:
-        return SimpleNamespace(
-            model_config=SimpleNamespace(use_mla=use_mla),
-            scheduler_config=SimpleNamespace(enable_chunked_prefill=chunked),
-        )
-
-    for fine in (None, engine(False, False), engine(True, True)):
-        check_continues(fine)
-    with pytest.raises(ConfigError, match="MLA on this CPU"):
-        check_continues(engine(True, False))
 
 
 def test_that_vllm_asks_about_a_request_waits_for_the_step_of_an_idle_engine(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import enum
 import json
@@ -255,6 +256,20 @@ def test_ids_of_tokens_count_where_a_model_may_compute_with_them(
     assert differs(identity(2), identity(7)) == {f"config.{name}"}
 
 
+def test_labels_do_not_count_in_a_part_of_a_model_either(model: Path) -> None:
+    def identity(name: str, value: object) -> dict[str, Any]:
+        def set_it(config: Any) -> None:
+            text = copy.deepcopy(config.model_config.hf_config)
+            setattr(text, name, value)
+            config.model_config.hf_text_config = text
+
+        return change(model, set_it)
+
+    base = identity("transformers_version", "5.0")
+    assert differs(base, identity("transformers_version", "6.0")) == set()
+    assert differs(base, identity("rope_theta", 7.0)) == {"config.text"}
+
+
 NEWER = {
     "simple_cpu_offload_num_blocks",
     "trtllm_ragged_backend",
@@ -330,7 +345,8 @@ COUNTED = {
     "revision code_revision quantization quantization_config disable_sliding_window "
     "model_class_overrides model_impl",
     "attention": "backend minimax_m3_msa_decode_backend backend_per_kind indexer_kv_dtype "
-    "indexer_sparse_logits hisparse_config use_non_causal sparse_mla_force_mqa",
+    "indexer_sparse_logits hisparse_config use_non_causal sparse_mla_force_mqa "
+    "use_prefill_query_quantization disable_flashinfer_q_quantization",
     "parallel": "cp_kv_cache_interleave_size dcp_kv_cache_interleave_size",
     "kernel": "moe_backend linear_backend linear_backend_per_quant",
     "load": "model_loader_extra_config ignore_patterns",

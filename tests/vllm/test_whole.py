@@ -102,11 +102,7 @@ def test_prompts_are_loaded_from_host_memory(open_server: Any) -> None:
 
 
 @pytest.mark.parametrize("windows", [(None,), (None, 10), (None, 22)])
-def test_prompts_come_from_disk_after_a_restart(
-    open_server: Any, windows: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    if VERSION < (0, 29):
-        monkeypatch.setenv("PYTHONHASHSEED", "0")
+def test_prompts_come_from_disk_after_a_restart(open_server: Any, windows: Any) -> None:
     first = open_server(rows=512, tiers=True, windows=windows)
     cold = first.serve(*PROMPTS)
     first.settle()
@@ -116,21 +112,39 @@ def test_prompts_come_from_disk_after_a_restart(
     assert [one.tokens for one in again] == [one.tokens for one in cold]
 
 
-@pytest.mark.parametrize("seed", ["0", None])
+class Hashing(Server):
+    """One whose blocks have other hashes in each process."""
+
+    def _configure(self, *given: Any) -> Any:
+        config, caches = super()._configure(*given)
+        config.cache_config.prefix_caching_hash_algo = "xxhash"
+        return config, caches
+
+
+@pytest.mark.parametrize("through", ["connector", "tiering"])
+@pytest.mark.parametrize(
+    ("kind", "seed", "lost"), [(Server, None, False), (Hashing, "0", False), (Hashing, None, True)]
+)
 def test_hashes_that_do_not_outlive_the_process_are_warned_of(
-    open_server: Any,
+    tmp_path: Path,
+    through: str,
+    kind: type[Server],
     seed: str | None,
+    lost: bool,
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    if seed is None:
-        monkeypatch.delenv("PYTHONHASHSEED", raising=False)
-    else:
+    if through == "tiering" and VERSION < (0, 31):
+        pytest.skip("vLLM's tiering is another there")
+    monkeypatch.delenv("PYTHONHASHSEED", raising=False)
+    if seed is not None:
         monkeypatch.setenv("PYTHONHASHSEED", seed)
+    ours = {"cpu_bytes_to_use": 256 * 4096, "tiers": disk(tmp_path)}
+    options = ours if through == "connector" else in_vllms_tiering(tmp_path)
     with caplog.at_level(logging.WARNING, "kvstore"):
-        open_server(tiers=True)
+        kind(tmp_path, options).close()
     lines = [line for line in caplog.messages if "PYTHONHASHSEED" in line and "kvstore" in line]
-    assert len(lines) == (seed is None and VERSION < (0, 29))
+    assert len(lines) == lost
 
 
 def test_resets_amid_stores_and_loads_leave_no_row_held(open_server: Any) -> None:
@@ -397,12 +411,8 @@ def test_who_has_not_begun_at_a_reset_stores_as_ever(
 
 @pytest.mark.parametrize("windows", [(None,), (10,), (None, 10), (None, 10, 22)])
 def test_to_ask_again_for_a_request_that_waits_costs_the_same_for_any_length_of_its_prompt(
-    open_server: Any, windows: Any, monkeypatch: pytest.MonkeyPatch
+    open_server: Any, windows: Any
 ) -> None:
-    if VERSION < (0, 29):
-        monkeypatch.setenv("PYTHONHASHSEED", "0")
-    if VERSION < (0, 27):
-        pytest.skip("this vLLM cannot abort a request that it has not scheduled")
     if VERSION < (0, 31) and windows != (None,):
         pytest.skip("this vLLM does not tell where a key is in its prompt")
     prompts = [[(seed * 37 + place * 11) % 90 for place in range(66 * seed)] for seed in (1, 3)]

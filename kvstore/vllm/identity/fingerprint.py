@@ -22,7 +22,7 @@ import os
 import re
 import stat
 import struct
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -79,7 +79,7 @@ class Fingerprint:
 
 
 def fingerprint(files: Sequence[Path], known: Fingerprint | None = None) -> Fingerprint:
-    """The fingerprint of `files`, which have different names.
+    """The fingerprint of `files`; of those with one name the order counts.
 
     Args:
         files: symbolic links are followed.
@@ -203,8 +203,20 @@ FORMATS = frozenset(
 """Load formats that read the files of the model itself."""
 
 
-def model_files(model: Any, load_format: str, download_dir: str | None) -> list[Path]:
+PARTS = ("audio_model_id", "text_model_id")
+"""Of the model's own configuration: where vLLM takes parts of its weights from."""
+
+NOT_LOADED = re.compile(r"original|onnx|openvino|coreml|checkpoint-\d+|global_step\d+|\..*")
+"""Folders beside the weights that hold them in other forms, or as they were."""
+
+
+def model_files(
+    model: Any, load_format: str, download_dir: str | None, *, several: bool = False
+) -> list[Path]:
     """The weight files of a vLLM `ModelConfig`, and code and quantisation tables beside them.
+
+    Args:
+        several: whether it may have parts, whose weights lie in folders below or in `PARTS`.
 
     Raises:
         UnreadableError: if they do not lie on this machine.
@@ -219,7 +231,21 @@ def model_files(model: Any, load_format: str, download_dir: str | None) -> list[
     if load_format == "mistral":
         weights = [path for path in files if path.name.startswith("consolidated")]
         return _of_kind(weights, place, load_format) + _beside(files)
-    return _of_kind(files, place, load_format) + _beside(files)
+    found = _of_kind(files, place, load_format) + _beside(files)
+    return found + _of_parts(model, place, download_dir) if several else found
+
+
+def _of_parts(model: Any, place: Path, download_dir: str | None) -> list[Path]:
+    folders = [each for each in _entries(place, Path.is_dir) if not NOT_LOADED.fullmatch(each.name)]
+    for key in PARTS:
+        if name := getattr(model.hf_config, key, None):
+            # vLLM takes no revision for these.
+            folders.append(_local(str(name), None, download_dir))
+    found: list[Path] = []
+    for folder in folders:
+        files = [folder] if folder.is_file() else _entries(folder)
+        found += [path for path in files if path.suffix in KINDS and path.name not in TRAINING]
+    return found
 
 
 def adapter_files(path: str) -> list[Path]:
@@ -270,9 +296,9 @@ def _hub_snapshot(name: str, revision: str | None, download_dir: str | None) -> 
     return snapshot if snapshot.is_dir() else None
 
 
-def _entries(folder: Path) -> list[Path]:
+def _entries(folder: Path, kind: Callable[[Path], bool] = Path.is_file) -> list[Path]:
     try:
-        return sorted(path for path in folder.iterdir() if path.is_file())
+        return sorted(path for path in folder.iterdir() if kind(path))
     except OSError as error:
         raise UnreadableError(f"{folder}: {error.strerror}") from error
 

@@ -148,14 +148,19 @@ def _add(facts: dict[str, Any], section: str, config: Any, ignored: Collection[s
 
 def _add_configuration(facts: dict[str, Any], section: str, model: Any) -> None:
     """The model's own configuration, with all that has been changed in it."""
-    told = plain(model.hf_config, section)
+    ignored = HF_IGNORED | TOKEN_IDS if _is_plain(model) else HF_IGNORED
+    told = _without(plain(model.hf_config, section), ignored)
     text = getattr(model, "hf_text_config", None)
     if text is not None and text is not model.hf_config:
-        told = {**told, "text": plain(text, section)}
-    ignored = HF_IGNORED | TOKEN_IDS if _is_plain(model) else HF_IGNORED
+        told["text"] = plain(text, section)
     for name, value in told.items():
-        if name not in ignored:
-            facts[f"{section}.{name}"] = value
+        # Models of several parts have a configuration for each, which names the same.
+        is_part = isinstance(value, dict) and (name == "text" or name.endswith("_config"))
+        facts[f"{section}.{name}"] = _without(value, ignored) if is_part else value
+
+
+def _without(told: Mapping[str, Any], ignored: Collection[str]) -> dict[str, Any]:
+    return {name: value for name, value in told.items() if name not in ignored}
 
 
 def _is_plain(model: Any) -> bool:
@@ -212,7 +217,9 @@ def _weights(model: Any, load: Any, read: bool) -> Any:
         return None
     began = time.monotonic()
     try:
-        files = model_files(model, load_format, load.download_dir)
+        # One that is a language model alone lies in one folder.
+        several = _text_config(model) is not model.hf_config or not _is_plain(model)
+        files = model_files(model, load_format, load.download_dir, several=several)
         found = fingerprint(files)
     except UnreadableError as error:
         raise ConfigError(

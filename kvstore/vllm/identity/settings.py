@@ -58,9 +58,8 @@ ATTENTION_IGNORED = _names(
     """
     flash_attn_version flash_attn_max_num_splits_for_cuda_graph tokenspeed_mla_min_split_kv
     tq_max_kv_splits_for_cuda_graph use_trtllm_attention trtllm_ragged_backend
-    disable_flashinfer_q_quantization mla_prefill_backend use_prefill_query_quantization
-    sparse_mla_prefill_workspace_factor indexer_tp_shard_min_rows flex_attn_block_m
-    flex_attn_block_n flex_attn_q_block_size flex_attn_kv_block_size
+    mla_prefill_backend sparse_mla_prefill_workspace_factor indexer_tp_shard_min_rows
+    flex_attn_block_m flex_attn_block_n flex_attn_q_block_size flex_attn_kv_block_size
     """
 )
 """Of `AttentionConfig`: how to compute, not what to keep."""
