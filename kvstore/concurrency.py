@@ -28,6 +28,7 @@ __all__ = [
     "new_event_loop",
     "open_at_once",
     "outlast",
+    "running_loop",
     "start_thread",
     "within",
 ]

@@ -204,8 +204,10 @@ class KVStoreL2Adapter(L2AdapterInterface):
     def close(self) -> None:
         """End in order: tasks are waited for, and what is on its way to a tier.
 
-        Not for more than `max_wait_s` in all, however many tasks there are.
+        Not for more than `max_wait_s` in all, however many tasks there are. May be called again.
         """
+        if self._closing_until is not None:
+            return
         self._closing_until = time.monotonic() + self._timeout
         kinds = (self._stores, self._lookups, self._loads)
         for tasks in kinds:

@@ -95,6 +95,23 @@ async def test_buckets_count_all_that_took_no_longer(tmp_path: Path) -> None:
     assert told["wait_seconds_bucket,+Inf"] == told["wait_seconds_count"] == 4
 
 
+def test_where_a_collector_is_made_does_not_matter(tmp_path: Path) -> None:
+    """A server may do it in a hook at its start, on a loop that ends."""
+
+    async def hook(store: Any) -> Any:
+        return registered(store)
+
+    with kvstore.open_sync(small(tmp_path / "a", disk=32)) as store:
+        assert scraped(asyncio.run(hook(store)))["host_used_ratio"] == 0.0
+
+    async def serve() -> None:
+        async with kvstore.open(small(tmp_path / "b", disk=32)) as store:
+            registry = await asyncio.to_thread(registered, store)
+            assert (await asyncio.to_thread(scraped, registry))["host_used_ratio"] == 0.0
+
+    asyncio.run(serve())
+
+
 async def test_an_asyncio_store_is_scraped_from_a_thread_over_http(tmp_path: Path) -> None:
     async with kvstore.open(small(tmp_path, disk=32)) as store:
         await store.put(KEYS, payloads(KEYS))

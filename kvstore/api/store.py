@@ -535,6 +535,11 @@ class Store:
         state = "open" if self._closing is None else "closed"
         return f"<Store, {state}: {self.description}>"
 
+    @property
+    def loop(self) -> asyncio.AbstractEventLoop:
+        """The event loop on which it was opened; all its methods are to be called there."""
+        return self._home.loop
+
     def stats(self) -> CoreStats:
         """Return counters and gauges.
 

@@ -77,7 +77,10 @@ class SyncStore:
     Attributes:
         chunk_bytes: the size of every chunk.
         description: host memory and tiers in a few words.
+        loop: None, as there is none that a caller has to know of.
     """
+
+    loop: None = None
 
     def __init__(self, running: _Running) -> None:
         store = running.store

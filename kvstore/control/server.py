@@ -37,6 +37,11 @@ __all__ = ["ControlServer", "is_socket", "loopback", "token_of"]
 
 logger = logging.getLogger("kvstore")
 
+_unheard = logging.getLogger("kvstore.control.http")
+"""What aiohttp says of requests that are none: anybody on this machine could fill the log."""
+
+_unheard.setLevel(logging.CRITICAL)
+
 MOST_BODY = 8 * 2**20
 """Most bytes of a command: enough for as many keys as it may name."""
 
@@ -123,7 +128,12 @@ class ControlServer:
         app.router.add_post("/v1/{command}", self._command)
         # What is compressed would be unpacked before anybody asks whether it is allowed.
         runner = web.AppRunner(
-            app, access_log=None, shutdown_timeout=0.5, auto_decompress=False, lingering_time=1.0
+            app,
+            access_log=None,
+            logger=_unheard,
+            shutdown_timeout=0.5,
+            auto_decompress=False,
+            lingering_time=1.0,
         )
         await runner.setup()
         try:
@@ -175,6 +185,9 @@ class ControlServer:
             return _refused(400, str(error))
         except web.HTTPException as error:
             return _refused(error.status, error.reason)
+        except ConnectionError:
+            # Who asked has gone away.
+            raise
         except Exception as error:
             logger.exception("a control request failed", extra=about("control.failed"))
             return _refused(500, repr(error))

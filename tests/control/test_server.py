@@ -194,6 +194,24 @@ async def test_connections_of_a_stranger_are_bounded(
             each.close()
 
 
+async def test_requests_of_strangers_leave_no_line_in_the_log(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with at_port(tmp_path, TOKEN) as session:
+        caplog.clear()
+        for line in (
+            "GET /\u00e9 HTTP/1.1",
+            f"POST /v1/reset HTTP/1.1\r\nAuthorization: Bearer {TOKEN}",
+        ):
+            with socket.create_connection(address(session)) as client:
+                told = f"{line}\r\nHost: 127.0.0.1\r\nContent-Length: 9\r\n\r\n{{".encode()
+                client.sendall(told)
+                await asyncio.sleep(0.05)
+        await asyncio.sleep(0.1)
+        assert (await session.get("/v1/status")).status == 200
+    assert not [line for line in caplog.messages if "request" in line]
+
+
 async def test_a_process_that_accepts_nothing_keeps_no_other_from_its_socket(
     tmp_path: Path,
 ) -> None:

@@ -133,6 +133,7 @@ def manager(path: Path) -> Iterator[StorageManager]:
         yield one
     finally:
         one.close()
+        one.close()
 
 
 def test_what_its_manager_stores_is_prefetched_after_a_restart(tmp_path: Path) -> None:

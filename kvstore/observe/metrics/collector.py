@@ -9,6 +9,7 @@ from concurrent.futures import CancelledError
 from typing import TYPE_CHECKING, Any, Protocol
 
 from kvstore._version import __version__
+from kvstore.concurrency import running_loop
 from kvstore.core import CoreStats, Durations
 from kvstore.errors import KVStoreError
 from kvstore.observe.metrics.series import Series
@@ -37,9 +38,10 @@ class Collector:
 
         prometheus_client.REGISTRY.register(Collector(store))
 
-    Scrapes may come from any thread. A collector for an asyncio store must be created on the
-    store's event loop, which then reads the statistics. If the loop is closed, or does not answer
-    within 5 s, the metrics are left out of the scrape, and the first time a warning is logged.
+    Scrapes may come from any thread. The loop of an asyncio store reads the statistics; that of a
+    manager is the one on which its collector is created, if any. If the loop is closed, or does
+    not answer within 5 s, the metrics are left out of the scrape, and the first time a warning is
+    logged.
 
     Args:
         store: a `Store`, a `SyncStore`, or a manager of a connector.
@@ -62,10 +64,7 @@ class Collector:
         self._prefix = prefix
         self._failing = False
         self._series = {kind: Series(kind, METRICS) for kind in ("counter", "gauge", "histogram")}
-        try:
-            self._loop: asyncio.AbstractEventLoop | None = asyncio.get_running_loop()
-        except RuntimeError:
-            self._loop = None
+        self._loop: asyncio.AbstractEventLoop | None = getattr(store, "loop", running_loop())
 
     def describe(self) -> Iterator[Family]:
         """Yield the metrics without values, so that registering does not query the store."""
@@ -130,11 +129,7 @@ class Collector:
         loop = self._loop
         if loop is None:
             return self._store.stats()
-        try:
-            here = asyncio.get_running_loop()
-        except RuntimeError:
-            here = None
-        if here is loop:
+        if running_loop() is loop:
             return self._store.stats()
         asked = self._asked()
         try:
