@@ -422,11 +422,10 @@ class KVStoreOffloadingManager(OffloadingManager):
 
     def _allowed(self, key: bytes, req_context: ReqContext) -> bool:
         """Whether a request wants a chunk from where it is: as in vLLM, what is in host memory."""
-        if key in self._core.chunks:
-            return True
         local = any(tier.store is None and key in tier.entries for tier in self._core.tiers)
         where = Locality.LOCAL if local else Locality.REMOTE
-        return bool(req_context.load_tier_filter.allows(MEDIUM.STORAGE, where))
+        allowed = req_context.load_tier_filter.allows(MEDIUM.STORAGE, where)
+        return key in self._core.chunks or bool(allowed)
 
 
 def _weights_of(engine: Engine | None) -> LiveWeights | None:
@@ -445,10 +444,4 @@ def _weights_of(engine: Engine | None) -> LiveWeights | None:
 def _place_in(context: ReqContext) -> Callable[[bytes], int] | None:
     """Says where in a request's prompt a key ends, in tokens; None if vLLM does not tell."""
     position = position_of(context)
-    if position is None:
-        return None
-
-    def place(key: bytes) -> int:
-        return position(key) or 0
-
-    return place
+    return None if position is None else lambda key: position(key) or 0

@@ -77,6 +77,7 @@ def adapter(path: Path, **values: Any) -> Iterator[Any]:
         yield one
     finally:
         one.close()
+        one.close()
 
 
 def objects(count: int, fill: int = 0, size: int = SIZE) -> list[Any]:
@@ -132,7 +133,6 @@ def manager(path: Path) -> Iterator[StorageManager]:
     try:
         yield one
     finally:
-        one.close()
         one.close()
 
 
