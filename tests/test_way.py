@@ -49,7 +49,7 @@ UPWARDS = {
     # A tier that closes goes through the order that it was handed, in a thread of its own.
     ("DiskTier.close.<locals>.order_of", "ColdestFirst.__iter__"),
     # A server alone knows where in a prompt a key belongs.
-    ("*", "_place_in.<locals>.place"),
+    ("*", "_place_in.<locals>.<lambda>"),
     ("*", "Entrance._enter_one_by_one.<locals>.whole"),
 }
 

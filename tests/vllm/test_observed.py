@@ -56,8 +56,10 @@ class Seen:
         returned: tokens of the retained conversation that were found when it went on.
         looks: those of `kvstore top`, before the first request and at the end.
         spans: those that an OpenTelemetry collector has got.
+        log: of the server.
     """
 
+    log: Path
     first: dict[tuple[str, str], float] = field(default_factory=dict)
     last: dict[tuple[str, str], float] = field(default_factory=dict)
     stored: dict[str | None, list[Any]] = field(default_factory=lambda: defaultdict(list))
@@ -160,11 +162,11 @@ def seen(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Seen]:
     subscriber = context.socket(zmq.SUB)
     subscriber.subscribe("kv")
     subscriber.connect(endpoint)
-    seen = Seen()
+    seen = Seen(folder / "server.log")
     server = Server(
         "kvstore",
         model,
-        folder / "server.log",
+        seen.log,
         extra,
         device_blocks=40,
         max_tokens=640,
@@ -267,7 +269,8 @@ def test_room_and_what_left_for_others_are_told(seen: Seen) -> None:
     assert seen.total("host_used_ratio") == seen.total("host_used_bytes") / host
     used, free = (seen.total(f"tier_{what}_bytes", "disk") for what in ("used", "free"))
     assert used == seen.total("tier_chunks", "disk") * CHUNK
-    assert 0.9 * DISK_CHUNKS * CHUNK <= used + free <= DISK_CHUNKS * CHUNK
+    said_of_disk = [line for line in seen.log.read_text().splitlines() if "tier disk" in line]
+    assert 0.9 * DISK_CHUNKS * CHUNK <= used + free <= DISK_CHUNKS * CHUNK, said_of_disk
     assert seen.total("host_evicted_chunks_total") >= 64
     assert seen.total("tier_evicted_chunks_total", "disk") >= 32
     for name in ("host_eviction_age_seconds", "tier_eviction_age_seconds"):
