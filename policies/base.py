@@ -88,8 +88,8 @@ class EvictionPolicy(ABC):
 
     declines = True
     """Whether `evict` may choose keys of the store for which room is made. Room for such a policy
-    is made chunk by chunk, for others, and in host memory above slower tiers, at once for a whole
-    store."""
+    is made chunk by chunk, for others at once for a whole store. In host memory above slower tiers
+    they are protected: what has no row would not get to these either."""
 
     spares_latest = False
     """Whether `evict` chooses the keys that entered or were used last only if no others may be

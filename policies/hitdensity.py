@@ -37,9 +37,11 @@ _CLASS = (1 << _SHIFT) - 1
 _SAMPLES = 128
 """Residents, and as many ghosts, whose ages are looked at for each estimate."""
 
-_FEWEST_LINKS, _FEWEST_LINKS_EACH = 2**16, 64
-"""Links to keys that are not resident, at least: as many chunks as a very long prompt has; and for
-each chunk of a small tier."""
+_FEWEST_LINKS = 2**16
+"""Links to keys that are not resident, at least: as many chunks as a very long prompt has."""
+
+_SMALL_LINKS, _SMALL_LINKS_EACH = 2**12, 64
+"""The same of a small tier, and for each of its chunks: tenants have a policy each."""
 
 _SIBLINGS = 64
 """Keys that wait for one and the same parent to come; more are not linked."""
@@ -111,9 +113,8 @@ class HitDensity(EvictionPolicy):
         self._expected: OrderedTable[bytes, bytes | None] = OrderedTable()
         # Residents by the key that they follow, which is not resident.
         self._waiting: OrderedTable[bytes, list[bytes]] = OrderedTable()
-        self._links_kept = max(
-            min(_FEWEST_LINKS, _FEWEST_LINKS_EACH * self.capacity), self.capacity // 8
-        )
+        small = max(_SMALL_LINKS, _SMALL_LINKS_EACH * self.capacity)
+        self._links_kept = max(min(_FEWEST_LINKS, small), self.capacity // 8)
         self._ends: list[OrderedTable[int, None]] = [
             OrderedTable() for _ in range(self._densities.cells)
         ]

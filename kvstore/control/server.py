@@ -185,9 +185,6 @@ class ControlServer:
             return _refused(400, str(error))
         except web.HTTPException as error:
             return _refused(error.status, error.reason)
-        except ConnectionError:
-            # Who asked has gone away.
-            raise
         except Exception as error:
             logger.exception("a control request failed", extra=about("control.failed"))
             return _refused(500, repr(error))
@@ -368,7 +365,10 @@ def token_of(path: Path) -> str:
 async def _body_of(request: web.Request) -> dict[str, Any]:
     if request.headers.get("Content-Encoding", "identity") != "identity":
         raise web.HTTPUnsupportedMediaType(reason="a command must not be compressed")
-    text = await request.read()
+    try:
+        text = await request.read()
+    except ConnectionError as error:
+        raise ConfigError("the body ends too early") from error
     if text.count(b"[") + text.count(b"{") > MOST_NESTED:
         raise ConfigError("the body has more lists and objects than any command")
     try:

@@ -243,10 +243,10 @@ class Room:
 
     @property
     def turns_away(self) -> bool:
-        """Whether the policy may turn away a part of a store for which there is room.
+        """Whether the policy may give up chunks of a store for others of the same store.
 
         Not where tiers get copies: what has no row would not get to these either. A policy that
-        spares what came last turns away only what finds no room.
+        spares what came last does so only where nothing else may leave.
         """
         policy = self._pool.policy
         return policy.declines and (policy.spares_latest or not self._cascades.targets)

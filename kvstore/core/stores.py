@@ -293,7 +293,7 @@ class Stores:
         if tight and not self._leavable(offered[offered.index(new[0]) :]):
             # Only its head could make way for its end.
             fits = False
-        at_once = may_fit or room.demotes or not room.turns_away
+        at_once = may_fit or room.demotes or not pool.policy.declines
         # Where tenants share the rows, what others have is not for this store, and the policy does
         # not see it as a whole.
         if pool.policy.shared or (not fits and at_once):
@@ -455,7 +455,9 @@ class Entrance:
         # A policy that knows only recency cannot tell which end of a prompt is worth more.
         by_recency = pool.policy.spares_latest and bool(given_up)
         fills = by_recency and _fills_a_hole(keys, entering, given_up)
-        if not all_asked or fills or (own and from_head):
+        # Where all that enters stays, what was given up for it may find no row again in its turn.
+        cut = bool(own) and (from_head or protected is whole)
+        if not all_asked or fills or cut:
             entering = self._from_the_head(keys, unwanted, entering, given_up)
         for chunk in given_up.values():
             pool.put_back(chunk)

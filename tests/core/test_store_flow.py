@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 
 from kvstore.policies import create_policy, policy_names
@@ -59,6 +61,42 @@ def test_no_policy_of_host_memory_keeps_new_chunks_from_the_disk(policy: str) ->
         rig.put(new, f"w{number}")
         rig.settle()
         assert [key for key in new if key in rig.owned().entries] == new
+
+
+@pytest.mark.parametrize("alone", [False, True], ids=["over a disk that fails", "alone"])
+@pytest.mark.parametrize("policy", policy_names())
+def test_a_prompt_that_outgrows_host_memory_keeps_its_head(policy: str, alone: bool) -> None:
+    more = {"whole_stores": True} if alone else {}
+    if alone and policy != "hit-density":
+        pytest.skip("it gives up the head of a prompt for its end where it may")
+    for rows, start, portion in itertools.product((8, 16), (-4, -1, 0), (1, 2, 3, 5)):
+        made = create_policy(policy, rows, **more)
+        rig = Rig(rows=rows, policy=made, on=() if alone else ((),), segment_slots=256)
+
+        def settle(rig: Rig = rig) -> None:
+            for move in rig.step(0.01):
+                rig.end(move, failed=move.keys)
+            rig.settle()
+
+        length = rows + start
+        rig.put(chain("a", length))
+        settle()
+        while length < rows + 12:
+            before, length = length, length + portion
+            keys, request = chain("a", length), f"r{length}"
+            found = rig.ask(keys, request)
+            assert found == min(before, rows)
+            rig.load(keys[:found], request)
+            rig.core.complete_load(keys[:found], request)
+            settle()
+            grant = rig.core.prepare_store(keys, request)
+            if grant is None:
+                settle()
+                grant = rig.core.prepare_store(keys, request)
+            if grant is not None:
+                rig.core.complete_store(grant.keys, request)
+            rig.core.on_request_finished(request)
+            settle()
 
 
 def test_a_store_does_not_evict_the_chunks_of_its_own_chain() -> None:

@@ -22,7 +22,7 @@ from kvstore.vllm.checks import (
     check_recurrent,
     check_windows,
 )
-from tests.vllm.parts import engine_like, kv_cache_config, offloading_config
+from tests.vllm.parts import engine_like, kv_cache_config, make_spec, offloading_config
 
 STATES = MambaSpec(
     block_size=64, shapes=((4, 16),), dtypes=(torch.float32,), mamba_cache_mode="align"
@@ -139,6 +139,10 @@ def test_answers_of_a_model_that_forgets_parts_of_them_are_not_stored() -> None:
         check_answers(True, engine)
         with pytest.raises(ConfigError, match="offload_prompt_only = false.*R-SWA"):
             check_answers(False, engine)
+        engine.vllm_config.model_config = None
+        spec_of = make_spec({"host": "1MiB", "offload_prompt_only": False}, 4096, engine=engine)
+        with pytest.raises(ConfigError, match="R-SWA"):
+            spec_of.get_manager()
     check_answers(False, engine_like())
 
 

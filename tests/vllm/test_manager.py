@@ -402,6 +402,23 @@ def test_a_request_may_choose_tiers_below_host_memory(tmp_path: Path) -> None:
     server.close()
 
 
+def test_a_store_counts_as_remote_for_requests_that_choose(tmp_path: Path) -> None:
+    from vllm.v1.kv_offload.base import Locality, LookupResult, TierFilter, TierMatcher
+
+    (tmp_path / "shared").mkdir(mode=0o700)
+    store = {"type": "object", "url": f"file://{tmp_path}/shared"}
+    server = Server(tmp_path, rows=64, tiers=[store])
+    key = keys_of("a", 1)[0]
+
+    def answer(where: Locality) -> LookupResult:
+        told = TierFilter((TierMatcher(locality=where),))
+        return server.manager.lookup(key, server.context(f"{where}", load_tier_filter=told))
+
+    assert answer(Locality.LOCAL) is LookupResult.MISS
+    assert answer(Locality.REMOTE) is not LookupResult.MISS
+    server.close()
+
+
 def test_events_tell_what_appeared_where(server: Server) -> None:
     medium = mediums()
     keys = keys_of("a", 4)

@@ -256,18 +256,53 @@ def test_ids_of_tokens_count_where_a_model_may_compute_with_them(
     assert differs(identity(2), identity(7)) == {f"config.{name}"}
 
 
-def test_labels_do_not_count_in_a_part_of_a_model_either(model: Path) -> None:
+@pytest.mark.parametrize("part", ["text", "vision_config"])
+def test_labels_do_not_count_in_a_part_of_a_model_either(model: Path, part: str) -> None:
     def identity(name: str, value: object) -> dict[str, Any]:
         def set_it(config: Any) -> None:
-            text = copy.deepcopy(config.model_config.hf_config)
-            setattr(text, name, value)
-            config.model_config.hf_text_config = text
+            whole = config.model_config.hf_config
+            its = copy.deepcopy(whole)
+            setattr(its, name, value)
+            if part == "text":
+                config.model_config.hf_text_config = its
+            else:
+                whole.vision_config = its.to_dict()
 
         return change(model, set_it)
 
-    base = identity("transformers_version", "5.0")
-    assert differs(base, identity("transformers_version", "6.0")) == set()
-    assert differs(base, identity("rope_theta", 7.0)) == {"config.text"}
+    base = identity("temperature", 0.5)
+    assert differs(base, identity("temperature", 0.7)) == set()
+    assert differs(base, identity("rope_theta", 7.0)) == {f"config.{part}"}
+
+
+@pytest.mark.parametrize("kind", ["language", "text part", "images"])
+def test_weights_below_the_folder_count_for_models_of_several_parts(
+    tmp_path: Path, kind: str
+) -> None:
+    from vllm.config.multimodal import MultiModalConfig
+
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA))
+    save_llama(tmp_path, 0)
+    for name in ("tower", "adapter", "unreadable"):
+        (tmp_path / name).mkdir()
+    (tmp_path / "adapter" / "adapter_config.json").write_text("{}")
+    (tmp_path / "unreadable").chmod(0)
+    (tmp_path / "link").symlink_to(tmp_path)
+
+    def identity(name: str, content: bytes) -> dict[str, Any]:
+        (tmp_path / name / "model.safetensors").write_bytes(content)
+        config = engine(tmp_path)
+        if kind == "text part":
+            config.model_config.hf_text_config = copy.deepcopy(config.model_config.hf_config)
+        elif kind == "images":
+            config.model_config.multimodal_config = MultiModalConfig()
+        return engine_identity(config)
+
+    base = identity("tower", b"1")
+    expected = set() if kind == "language" else {"weights"}
+    assert differs(base, identity("tower", b"2")) == expected
+    base = identity("tower", b"1")
+    assert differs(base, identity("adapter", b"3")) == set()
 
 
 NEWER = {

@@ -236,16 +236,25 @@ def model_files(
 
 
 def _of_parts(model: Any, place: Path, download_dir: str | None) -> list[Path]:
-    folders = [each for each in _entries(place, Path.is_dir) if not NOT_LOADED.fullmatch(each.name)]
+    found: list[Path] = []
+    for folder in _entries(place, Path.is_dir):
+        # vLLM loads nothing from one that cannot be read.
+        with contextlib.suppress(UnreadableError):
+            found += _weights_in(folder)
     for key in PARTS:
         if name := getattr(model.hf_config, key, None):
             # vLLM takes no revision for these.
-            folders.append(_local(str(name), None, download_dir))
-    found: list[Path] = []
-    for folder in folders:
-        files = [folder] if folder.is_file() else _entries(folder)
-        found += [path for path in files if path.suffix in KINDS and path.name not in TRAINING]
+            part = _local(str(name), None, download_dir)
+            found += [part] if part.is_file() else _weights_in(part)
     return found
+
+
+def _weights_in(folder: Path) -> list[Path]:
+    files = _entries(folder)
+    left_out = NOT_LOADED.fullmatch(folder.name) or folder.is_symlink()
+    if left_out or any(path.name == "adapter_config.json" for path in files):
+        return []
+    return [path for path in files if path.suffix in KINDS and path.name not in TRAINING]
 
 
 def adapter_files(path: str) -> list[Path]:

@@ -217,8 +217,9 @@ def _weights(model: Any, load: Any, read: bool) -> Any:
         return None
     began = time.monotonic()
     try:
-        # One that is a language model alone lies in one folder.
-        several = _text_config(model) is not model.hf_config or not _is_plain(model)
+        # A language model alone lies in one folder.
+        images = getattr(model, "multimodal_config", None) is not None
+        several = images or _text_config(model) is not model.hf_config
         files = model_files(model, load_format, load.download_dir, several=several)
         found = fingerprint(files)
     except UnreadableError as error:
