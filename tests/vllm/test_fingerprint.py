@@ -269,7 +269,9 @@ def test_parts_of_a_model_that_lie_elsewhere_count(tmp_path: Path) -> None:
         folder.mkdir(parents=True)
         (folder / "model.safetensors").write_bytes(folder.name.encode())
     (main / "model.safetensors").write_bytes(b"x")
-    model = Model(str(main), audio_model_id="", text_model_id=str(text))
+    link = tmp_path / "link"
+    link.symlink_to(text)
+    model = Model(str(main), audio_model_id="", text_model_id=str(link))
 
     def found() -> str:
         return digest(*model_files(model, "auto", None, several=True))

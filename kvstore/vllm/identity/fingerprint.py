@@ -238,21 +238,20 @@ def model_files(
 def _of_parts(model: Any, place: Path, download_dir: str | None) -> list[Path]:
     found: list[Path] = []
     for folder in _entries(place, Path.is_dir):
-        # vLLM loads nothing from one that cannot be read.
-        with contextlib.suppress(UnreadableError):
-            found += _weights_in(folder)
+        if not NOT_LOADED.fullmatch(folder.name) and not folder.is_symlink():
+            # vLLM loads nothing from one that cannot be read.
+            with contextlib.suppress(UnreadableError):
+                found += _weights_of(_entries(folder))
     for key in PARTS:
         if name := getattr(model.hf_config, key, None):
             # vLLM takes no revision for these.
             part = _local(str(name), None, download_dir)
-            found += [part] if part.is_file() else _weights_in(part)
+            found += [part] if part.is_file() else _weights_of(_entries(part))
     return found
 
 
-def _weights_in(folder: Path) -> list[Path]:
-    files = _entries(folder)
-    left_out = NOT_LOADED.fullmatch(folder.name) or folder.is_symlink()
-    if left_out or any(path.name == "adapter_config.json" for path in files):
+def _weights_of(files: list[Path]) -> list[Path]:
+    if any(path.name == "adapter_config.json" for path in files):
         return []
     return [path for path in files if path.suffix in KINDS and path.name not in TRAINING]
 

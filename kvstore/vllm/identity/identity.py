@@ -155,7 +155,7 @@ def _add_configuration(facts: dict[str, Any], section: str, model: Any) -> None:
         told["text"] = plain(text, section)
     for name, value in told.items():
         # Models of several parts have a configuration for each, which names the same.
-        is_part = isinstance(value, dict) and (name == "text" or name.endswith("_config"))
+        is_part = isinstance(value, dict) and "model_type" in value
         facts[f"{section}.{name}"] = _without(value, ignored) if is_part else value
 
 
