@@ -75,7 +75,8 @@ def disk(tmp_path_factory: pytest.TempPathFactory) -> Run:
     return serve(
         tmp_path_factory.mktemp("disk"),
         [
-            plain("others", OTHERS),
+            # Until these are on disk nothing else finds room.
+            plain("others", OTHERS, pause=3.0),
             hinted("paused", KEPT, retain_s=600.0, demote=True, prefetch_after_s=3.0)
             | {"pause": 6.0},
             plain("back", KEPT),
