@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from kvstore.config import Config, read_environment, read_toml
-from kvstore.connector.spec import ENGINE_KEYS, NAMING_KEYS, VLLM_KEYS
+from kvstore.connector.spec import ENGINE_KEYS, FLAG_KEYS, VLLM_KEYS, flag_of
 from kvstore.errors import NOT_PARSED, ConfigError
 
 __all__ = ["read_config"]
@@ -73,9 +73,8 @@ def read_config(file: Path | None) -> tuple[Mapping[str, Any], Config]:
     if "kv_connector" in given and (taken := ENGINE_KEYS & values.keys()):
         key = min(taken)
         raise ConfigError(f"{file}: unknown key {key} = {values[key]!r}: vLLM decides it")
-    for key in NAMING_KEYS:
-        if not isinstance(value := values.get(key, True), bool):
-            raise ConfigError(f"{key} = {value!r}: must be true or false")
+    for key in FLAG_KEYS:
+        flag_of(values, key)
     config = Config.from_mapping(values, ignore=VLLM_KEYS)
     if through is not None and (needs := _not_told(through["kv_connector"], values, config)):
         raise ConfigError(f"{file}: {needs}")

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
     from kvstore.device import Pages
 
-__all__ = ["Handlers", "KVStoreSpec", "OffloadingSpec"]
+__all__ = ["FLAG_KEYS", "Handlers", "KVStoreSpec", "OffloadingSpec", "flag_of"]
 
 Handlers = Iterator[tuple[type[LoadStoreSpec], type[LoadStoreSpec], OffloadingHandler]]
 """The kind of source, the kind of target, and the handler that copies between them."""
@@ -51,11 +51,31 @@ VLLM_KEYS = CONNECTOR_KEYS.union(
 )
 """The same for vLLM: those that its connector reads itself, and those that name the engine."""
 
+FLAG_KEYS = (
+    *NAMING_KEYS,
+    "offload_prompt_only",
+    "self_describing_kv_events",
+    "canonical_layout",
+)
+"""Of all these those that are true or false. vLLM takes "false" for true."""
+
 ENGINE_KEYS = frozenset({"chunk_bytes", "keep_events"})
 """Keys of `kvstore.config` that vLLM knows better."""
 
 SHAPE_BLOCKS = 1234
 """A number of blocks that no other dimension of a KV tensor has."""
+
+
+def flag_of(values: Mapping[str, Any], key: str, default: bool = False) -> bool:
+    """Return a value that is true or false.
+
+    Raises:
+        ConfigError: for any other.
+    """
+    value = values.get(key, default)
+    if not isinstance(value, bool):
+        raise ConfigError(f"{key} = {value!r}: must be true or false")
+    return value
 
 
 class OffloadingSpec(ABC):
@@ -104,10 +124,7 @@ class OffloadingSpec(ABC):
         self.enable_prefix_caching = bool(
             getattr(config.cache_config, "enable_prefix_caching", True)
         )
-        only = self.extra_config.get("offload_prompt_only", False)
-        if not isinstance(only, bool):
-            raise ConfigError(f"offload_prompt_only = {only!r}: must be true or false")
-        self.offload_prompt_only = only
+        self.offload_prompt_only = flag_of(self.extra_config, "offload_prompt_only")
         parallel = getattr(config, "parallel_config", None)
         self.num_workers = 1 if parallel is None else _positive("world size", parallel.world_size)
         self.block_size_factor = self._factor()

@@ -26,6 +26,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from vllm.v1.kv_offload.base import CanonicalKVCaches
 
 from kvstore.config import Config
+from kvstore.connector.spec import flag_of
 from kvstore.engine.host_memory import (
     in_process,
     joined_region,
@@ -153,10 +154,7 @@ def _canonical(config: Any) -> bool:
     Raises:
         ConfigError: if it is, and vLLM does not give it.
     """
-    asked = getattr(config, "extra_config", {}).get("canonical_layout", False)
-    if not isinstance(asked, bool):
-        raise ConfigError(f"canonical_layout = {asked!r}: must be true or false")
-    if not asked:
+    if not flag_of(getattr(config, "extra_config", {}), "canonical_layout"):
         return False
     if CANONICAL_FORMAT is None or not getattr(config, "canonical_layout", False):
         raise ConfigError("canonical_layout = true: this vLLM has no canonical layout")

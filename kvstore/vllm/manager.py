@@ -422,10 +422,11 @@ class KVStoreOffloadingManager(OffloadingManager):
 
     def _allowed(self, key: bytes, req_context: ReqContext) -> bool:
         """Whether a request wants a chunk from where it is: as in vLLM, what is in host memory."""
+        if key in self._core.chunks:
+            return True
         local = any(tier.store is None and key in tier.entries for tier in self._core.tiers)
         where = Locality.LOCAL if local else Locality.REMOTE
-        allowed = req_context.load_tier_filter.allows(MEDIUM.STORAGE, where)
-        return key in self._core.chunks or bool(allowed)
+        return bool(req_context.load_tier_filter.allows(MEDIUM.STORAGE, where))
 
 
 def _weights_of(engine: Engine | None) -> LiveWeights | None:

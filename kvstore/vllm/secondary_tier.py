@@ -52,7 +52,7 @@ from vllm.v1.kv_offload.tiering.base import JobResult, SecondaryTierManager, Tra
 
 from kvstore.assembly import namespace_of
 from kvstore.config import Config, DiskConfig
-from kvstore.connector.spec import NAMING_KEYS
+from kvstore.connector.spec import NAMING_KEYS, flag_of
 from kvstore.core import CoreStats, Flow
 from kvstore.core.tier_only import Job
 from kvstore.engine.job_steps import JobRunner
@@ -132,9 +132,8 @@ class TierOptions:
         values = dict(options)
         try:
             naming = Naming.taken_from(values)
-            events = values.pop("enable_kv_events", False)
-            if not isinstance(events, bool):
-                raise ConfigError(f"enable_kv_events = {events!r}: must be true or false")
+            events = flag_of(values, "enable_kv_events")
+            values.pop("enable_kv_events", None)
             locality = _locality(values.pop("locality", Locality.LOCAL.value))
             beside = {key: values.pop(key) for key in STORE_KEYS if key in values}
             disk = DiskConfig.from_mapping(_io(values, aligned), "", (*STORE_KEYS, *OWN_KEYS))

@@ -17,7 +17,7 @@ from vllm.v1.kv_offload.config import OffloadingConfig
 
 from kvstore.assembly import rows_for
 from kvstore.config import Config, DiskConfig
-from kvstore.connector.spec import BUDGET_KEY, ENGINE_KEYS, VLLM_KEYS
+from kvstore.connector.spec import BUDGET_KEY, ENGINE_KEYS, FLAG_KEYS, VLLM_KEYS, flag_of
 from kvstore.errors import ConfigError
 from kvstore.gate import codecs_of, read_gate
 from kvstore.observe.metrics.table import METRICS
@@ -71,10 +71,8 @@ class KVStoreOffloadingSpec(OffloadingSpec):
         for key in ENGINE_KEYS & values.keys():
             raise ValueError(f"unknown key {key} = {values[key]!r}: vLLM decides it")
         _check_budget(values.pop(BUDGET_KEY, None))
-        for key in ("offload_prompt_only", "self_describing_kv_events"):
-            # vLLM takes "false" for true.
-            if not isinstance(value := values.get(key, True), bool):
-                raise ConfigError(f"{key} = {value!r}: must be true or false")
+        for key in FLAG_KEYS:
+            flag_of(values, key)
         self._naming = Naming.taken_from(values)
         self.store_config = Config.from_mapping(values, ignore=VLLM_KEYS)
         vllm_config = None if engine is None else engine.vllm_config

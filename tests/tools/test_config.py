@@ -127,6 +127,7 @@ def test_what_is_no_table_is_refused_by_name(tmp_path: Path) -> None:
     ("extra", "message"),
     [
         ({"automatic_identity": "no"}, "automatic_identity = 'no': must be true or false"),
+        ({"offload_prompt_only": "false"}, "offload_prompt_only = 'false': must be true or false"),
         ({"secondary_tiers": []}, "secondary_tiers belong to vLLM's own tiering"),
         ({"chunk_bytes": "1MiB"}, "unknown key chunk_bytes = '1MiB': vLLM decides it"),
         ({"keep_events": True}, "unknown key keep_events = True: vLLM decides it"),

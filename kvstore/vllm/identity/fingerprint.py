@@ -203,6 +203,9 @@ FORMATS = frozenset(
 """Load formats that read the files of the model itself."""
 
 
+ADAPTER_CONFIG = "adapter_config.json"
+"""Beside the weights of an adapter."""
+
 PARTS = ("audio_model_id", "text_model_id")
 """Of the model's own configuration: where vLLM takes parts of its weights from."""
 
@@ -241,7 +244,9 @@ def _of_parts(model: Any, place: Path, download_dir: str | None) -> list[Path]:
         if not NOT_LOADED.fullmatch(folder.name) and not folder.is_symlink():
             # vLLM loads nothing from one that cannot be read.
             with contextlib.suppress(UnreadableError):
-                found += _weights_of(_entries(folder))
+                files = _entries(folder)
+                if all(path.name != ADAPTER_CONFIG for path in files):
+                    found += _weights_of(files)
     for key in PARTS:
         if name := getattr(model.hf_config, key, None):
             # vLLM takes no revision for these.
@@ -251,8 +256,6 @@ def _of_parts(model: Any, place: Path, download_dir: str | None) -> list[Path]:
 
 
 def _weights_of(files: list[Path]) -> list[Path]:
-    if any(path.name == "adapter_config.json" for path in files):
-        return []
     return [path for path in files if path.suffix in KINDS and path.name not in TRAINING]
 
 
@@ -265,10 +268,10 @@ def adapter_files(path: str) -> list[Path]:
     """
     place = _local(os.path.expanduser(path), None, None)
     files = _entries(place)
-    weights = [found for found in files if found.suffix in KINDS and found.name not in TRAINING]
+    weights = _weights_of(files)
     if not weights:
         raise AbsentError(f"{place}: no weight files")
-    return weights + [found for found in files if found.name == "adapter_config.json"]
+    return weights + [found for found in files if found.name == ADAPTER_CONFIG]
 
 
 def _local(name: str, revision: str | None, download_dir: str | None) -> Path:

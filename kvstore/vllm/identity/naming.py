@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from kvstore.connector.spec import NAMING_KEYS
+from kvstore.connector.spec import NAMING_KEYS, flag_of
 from kvstore.errors import ConfigError, KVStoreError
 from kvstore.tiers.disk.namespace import read_namespace
 
@@ -57,12 +57,9 @@ class Naming:
         Raises:
             ConfigError: for a value that is no flag.
         """
-        switches = []
+        switches = [flag_of(values, key, default=True) for key in NAMING_KEYS]
         for key in NAMING_KEYS:
-            value = values.pop(key, True)
-            if not isinstance(value, bool):
-                raise ConfigError(f"{key} = {value!r}: must be true or false")
-            switches.append(value)
+            values.pop(key, None)
         return cls(*switches)
 
     def whole(
