@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import ExitStack
@@ -19,6 +20,7 @@ from kvstore.core.statistics import tier_names
 from kvstore.engine.engine import Beside
 from kvstore.errors import ConfigError
 from kvstore.gate import codecs_of
+from kvstore.observe.logs import warn_with
 from kvstore.observe.recorder import Recorder
 from kvstore.plugins import (
     TierPlace,
@@ -57,6 +59,8 @@ __all__ = [
     "rows_for",
     "spans_of",
 ]
+
+logger = logging.getLogger("kvstore")
 
 NOT_COMPILED = (
     "installed without a C compiler: steps over large tiers have pauses, and fast disks are slower"
@@ -173,6 +177,7 @@ def _assemble(
         pinned_share=min(config.pinned_share, 1 - guaranteed),
         recompute=config.compute_pace,
         chunk_bytes=chunk_bytes,
+        log=warn_with(logger),
     )
     rules = [region.description, str(config.host_policy), *map(str, config.host_filters)]
     if config.tenants is not None:

@@ -113,7 +113,11 @@ class EvictionPolicy(ABC):
 
     @abstractmethod
     def remove(self, key: bytes) -> None:
-        """Remove a key that has left the tier for another reason (a failed copy, a purge)."""
+        """Remove a key that has left the tier for another reason.
+
+        A failed copy, a purge; or its promotion from a tier with the exclusive flow, to which it
+        may come back by `insert`. Such a promotion is told by `touch` before.
+        """
 
     @abstractmethod
     def evict(

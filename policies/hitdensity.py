@@ -65,14 +65,16 @@ class HitDensity(EvictionPolicy):
     queues by class and bin of age, coldest first; they change bins as they age.
 
     Evicted keys are remembered for a while, by a hash of 8 bytes, so that the
-    policy learns what it cost to evict them and counts their uses on.
+    policy learns what it cost to evict them and counts their uses on. Of a key that
+    was removed the uses are counted on, too: a disk with the exclusive flow removes
+    what it hands to host memory, and gets it back.
 
     Cost: O(1) amortised; figures are in docs/policies.md. Choices are the same in
     every run.
 
     Args:
-        ghosts: how many evicted keys are remembered, as a multiple of the
-            capacity. Fewer save memory and cost hits where the tier is small
+        ghosts: how many evicted keys are remembered, and how many removed ones, as a
+            multiple of the capacity. Fewer save memory and cost hits where the tier is small
             beside what is in use.
         whole_stores: do not turn away part of a store that would fit. Costs hits
             only where a prompt is a large part of the tier.
@@ -123,6 +125,8 @@ class HitDensity(EvictionPolicy):
         self._ghost_hash = array("q")
         self._ghost_seen = array("q")
         self._ghost_next = 0
+        # Keys that were removed, by hash: their classes, for when they come back.
+        self._removed: OrderedTable[int, int] = OrderedTable()
         self._estimate_due = self._age_due = 0
         self._halving_due = 32 * self.capacity
         self._order: list[int] = []
@@ -157,6 +161,9 @@ class HitDensity(EvictionPolicy):
             seen = self._ghost_seen[place]
             self._note_reuse(seen, now)
             kind = _USED_AGAIN[seen & _CLASS]
+        elif self._removed:
+            # What brings it back is no use of it.
+            kind = self._removed.pop(hash(key), 0)
         if self._free:
             slot = self._free.pop()
             self._keys[slot] = key
@@ -213,6 +220,10 @@ class HitDensity(EvictionPolicy):
 
     def remove(self, key: bytes) -> None:
         slot = self._slots.pop(key)
+        self._expect_back(slot, key)
+        self._removed[hash(key)] = self._seen[slot] & _CLASS
+        if len(self._removed) > self._ghost_room:
+            self._removed.popitem(last=False)
         if self._cell[slot] >= 0:
             self._unqueue(slot)
         if slot in self._held:
@@ -348,10 +359,7 @@ class HitDensity(EvictionPolicy):
 
     def _let_go(self, slot: int, key: bytes) -> None:
         """A victim becomes a ghost, in the place of the ghost that is longest gone."""
-        above = self._parent[slot]
-        if above >= 0:
-            # It may come back before it is linked again.
-            self._expect(key, self._keys[above])
+        self._expect_back(slot, key)
         del self._slots[key]
         self._keys[slot] = None
         self._parent[slot] = _NONE
@@ -390,6 +398,12 @@ class HitDensity(EvictionPolicy):
         expected[key] = follows
         if len(expected) > self._links_kept:
             expected.popitem(last=False)
+
+    def _expect_back(self, slot: int, key: bytes) -> None:
+        """A key that leaves may come back before it is linked again."""
+        above = self._parent[slot]
+        if above >= 0:
+            self._expect(key, self._keys[above])
 
     def _attach(self, slot: int, above: int) -> None:
         self._parent[slot] = above

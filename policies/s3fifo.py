@@ -26,7 +26,8 @@ class S3FIFO(EvictionPolicy):
 
     A key used at least twice in the small queue moves to the main queue, where each
     counted use gives it one more round. A new key that is a ghost enters the main
-    queue directly. There are as many ghosts as places in the main queue.
+    queue directly. There are as many ghosts as places in the main queue. A key that
+    was used and then removed becomes one, too.
 
     Args:
         small: the small queue's share of the capacity, between 0 and 1.
@@ -61,7 +62,9 @@ class S3FIFO(EvictionPolicy):
             queue[key] += 1
 
     def remove(self, key: bytes) -> None:
-        del self._place(key)[key]
+        # One that was used, as by a promotion from an exclusive tier, is not new if it comes back.
+        if self._place(key).pop(key):
+            self._add_ghosts((key,))
 
     def evict(
         self, count: int, protected: Protected, incoming: Sequence[bytes] = ()

@@ -29,7 +29,7 @@ class Coder:
 
     def __init__(self, sealer: Sealer | None, codec: Codec | None, chunk_bytes: int) -> None:
         self.sealer = sealer
-        self.scratch = Scratch() if sealer is None else sealer.scratch
+        self.scratch = Scratch()
         self._codec = codec
         self._chunk_bytes = chunk_bytes
         self.payload_bytes = chunk_bytes if codec is None else codec.coded_bytes(chunk_bytes)

@@ -216,12 +216,12 @@ def _room_v1(group: Path) -> Iterator[int]:
     if used is None or limit is None:
         return
     stat = _table(group / "memory.stat")
-    if min(limit, stat.get("hierarchical_memory_limit", limit)) >= NO_LIMIT:
+    # A limit further up may be outside the mounted hierarchy.
+    limit = min(limit, stat.get("hierarchical_memory_limit", limit))
+    if limit >= NO_LIMIT:
         return
     cache = stat.get("total_inactive_file", 0) + stat.get("total_active_file", 0)
     busy = stat.get("total_dirty", 0) + stat.get("total_writeback", 0)
-    # A limit further up may be outside the mounted hierarchy.
-    limit = min(limit, stat.get("hierarchical_memory_limit", limit))
     yield limit - used + max(0, cache - busy)
 
 

@@ -2,11 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
-
-import numpy as np
-import numpy.typing as npt
-
 from kvstore.errors import ConfigError
 from kvstore.tiers.pages import PAGE
 from kvstore.tiers.pinned import PinnedRegion, RegionShape
@@ -33,32 +28,18 @@ class LentRegion(PinnedRegion):
                 "the server's host memory must be one writable block of rows of equal size"
             )
         rows = len(memory)
-        self._take_shape(RegionShape(rows, memory.nbytes // max(1, rows)))
-        if self.rows < 1 or not self.row_bytes or self.row_bytes % PAGE:
+        shape = RegionShape(rows, memory.nbytes // max(1, rows))
+        if rows < 1 or not shape.row_bytes or shape.row_bytes % PAGE:
             raise ConfigError(
-                f"the server's host memory has {self.rows} rows of {self.row_bytes} bytes: must be "
+                f"the server's host memory has {rows} rows of {shape.row_bytes} bytes: must be "
                 f"at least one, of a multiple of {PAGE} bytes"
             )
-        self.huge_bytes = None
-        self._view: memoryview | None = memory.cast("B")
-        self.address = ctypes.addressof(ctypes.c_char.from_buffer(self._view))
+        self._take(shape, memory.cast("B"))
         self.aligned = self.address % PAGE == 0
-
-    @property
-    def complete(self) -> bool:
-        return True
-
-    @property
-    def array(self) -> npt.NDArray[np.uint8]:
-        return np.frombuffer(self.view, np.uint8).reshape(self.rows, self.row_bytes)
 
     @property
     def description(self) -> str:
         return f"{self.rows} rows of {self.row_bytes} B, lent"
-
-    @property
-    def registered(self) -> bool:
-        return False
 
     def register_with_cuda(self) -> bool:
         """Do nothing: the lender registers its memory."""

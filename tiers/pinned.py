@@ -88,15 +88,20 @@ class PinnedRegion:
     """
 
     def __init__(self, memory: mmap.mmap, shape: RegionShape) -> None:
-        self._take_shape(shape)
-        self._registration: Registration | None = None
+        self._take(shape, memoryview(memory)[: shape.size])
         self._memory: mmap.mmap | None = memory
+
+    def _take(self, shape: RegionShape, view: memoryview) -> None:
+        """Have rows of this shape in the bytes of `view`."""
+        self.rows, self.row_bytes, self.tail_bytes = shape
+        self.stride, self.size = shape.stride, shape.size
+        self.address = int(np.frombuffer(view, np.uint8).ctypes.data)
+        self.huge_bytes: int | None = None
+        self._view: memoryview | None = view
+        self._tails = threading.Lock()
+        self._registration: Registration | None = None
         self._fd: int | None = None
         self._rendezvous: Rendezvous | None = None
-        self._bytes: npt.NDArray[np.uint8] | None = np.frombuffer(memory, np.uint8)[: self.size]
-        self._view: memoryview | None = memoryview(memory)[: self.size]
-        self.address = int(self._bytes.ctypes.data)
-        self.huge_bytes: int | None = None
 
     @classmethod
     def private(cls, rows: int, row_bytes: int, tail_bytes: int = 0) -> PinnedRegion:
@@ -187,8 +192,8 @@ class PinnedRegion:
     @property
     def array(self) -> npt.NDArray[np.uint8]:
         """The region as an array of shape (rows, row_bytes)."""
-        assert self._bytes is not None, "the region is closed"
-        return self._bytes.reshape(self.rows, self.stride)[:, : self.row_bytes]
+        rows = np.frombuffer(self.view, np.uint8).reshape(self.rows, self.stride)
+        return rows[:, : self.row_bytes]
 
     def row(self, row: int) -> memoryview:
         """One row as writable bytes."""
@@ -255,17 +260,12 @@ class PinnedRegion:
         if self._rendezvous is not None:
             self._rendezvous.close()
         # The view itself is not released: a tensor made from it refers to this object only.
-        self._bytes = self._view = None
+        self._view = None
         with contextlib.suppress(BufferError):
             memory.close()
         if self._fd is not None:
             os.close(self._fd)
             self._fd = None
-
-    def _take_shape(self, shape: RegionShape) -> None:
-        self.rows, self.row_bytes, self.tail_bytes = shape
-        self.stride, self.size = shape.stride, shape.size
-        self._tails = threading.Lock()
 
     def _populate(self, share: float = 0.0) -> None:
         """Touch the pages, beginning at the fraction `share`; close the region on failure."""

@@ -21,7 +21,6 @@ from typing import Any
 
 from kvstore.errors import ConfigError
 from kvstore.tiers.keys import ID_BYTES, KeyRing, Owned, Secret
-from kvstore.tiers.pages import Scratch
 
 try:
     from cryptography.exceptions import InvalidTag
@@ -53,11 +52,10 @@ class Sealer:
     """Seals and opens the payloads of one namespace. Safe to use from several threads.
 
     Attributes:
-        scratch: memory for sealed payloads.
+        keys: of the tenants.
         before: keys that tenants had when the writing began: see `KeyRing.newest`.
 
     Args:
-        keys: of the tenants.
         place: what its chunks have in common: a namespace's digest, or a place in a store.
 
     Raises:
@@ -69,20 +67,19 @@ class Sealer:
             raise ConfigError(
                 "encryption_keys: needs cryptography, pip install 'kvstore-offload[encryption]'"
             )
-        self._keys = keys
+        self.keys = keys
         self._place = _LABEL + sha256(place.encode()).digest()
-        self.scratch = Scratch()
         self.before: Owned = ()
 
     def begun(self) -> Sealer:
         """Return the sealer for what begins to be written now, with the keys that there are."""
         sealer = copy(self)
-        sealer.before = self._keys.owned
+        sealer.before = self.keys.owned
         return sealer
 
     def seal(self, key: bytes, epoch: int, payload: memoryview, out: memoryview) -> bytes:
         """Encrypt `payload` into `out`, which may be the same memory; returns the seal."""
-        secret = self._keys.newest(key, self.before)
+        secret = self.keys.newest(key, self.before)
         nonce = secret.id + os.urandom(NONCE_BYTES - ID_BYTES)
         cipher = self._cipher(secret, key, epoch, nonce, None).encryptor()
         _run(cipher, payload, out)
@@ -92,12 +89,7 @@ class Sealer:
 
     def has_key(self, key: bytes, seal: bytes) -> bool:
         """Whether the key is known with which the chunk was sealed."""
-        return self._keys.find(key, seal[TAG_BYTES : TAG_BYTES + ID_BYTES]) is not None
-
-    @property
-    def keys(self) -> KeyRing:
-        """The keys of the tenants."""
-        return self._keys
+        return self.keys.find(key, seal[TAG_BYTES : TAG_BYTES + ID_BYTES]) is not None
 
     def open(self, key: bytes, epoch: int, seal: bytes, payload: memoryview) -> bool:
         """Decrypt `payload` in place; returns whether it is what was sealed as this chunk.
@@ -105,7 +97,7 @@ class Sealer:
         If not, its memory holds nothing of use.
         """
         tag, nonce = seal[:TAG_BYTES], seal[TAG_BYTES:]
-        secret = self._keys.find(key, nonce[:ID_BYTES])
+        secret = self.keys.find(key, nonce[:ID_BYTES])
         if secret is None or len(nonce) != NONCE_BYTES:
             return False
         cipher = self._cipher(secret, key, epoch, nonce, tag).decryptor()

@@ -301,7 +301,7 @@ class Puts:
 
     def _rows_for(self, keys: Sequence[bytes]) -> int:
         """Return the rows that are not pinned by keys other than `keys`."""
-        return self._core.rows - self._core.rows_pinned_besides(frozenset(keys))
+        return self._core.loadable_rows(frozenset(keys))
 
     def _is_full(self, keys: Sequence[bytes]) -> bool:
         """Whether no more of `keys` fit beside their head, what is pinned, and views."""

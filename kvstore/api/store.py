@@ -34,7 +34,7 @@ from kvstore.engine.engine import end_engine
 from kvstore.engine.loop_steps import STUCK, Driver
 from kvstore.engine.unnamed_requests import Prompt, Prompts
 from kvstore.errors import KVStoreError, LeaseEndedError
-from kvstore.observe.logs import warn_of_uncleared, warn_with
+from kvstore.observe.logs import warn_of_uncleared
 from kvstore.types import Event, about
 
 __all__ = ["COPY_INLINE_BYTES", "Chunks", "Store", "open", "start"]
@@ -134,7 +134,6 @@ class Store:
         self._config = config
         self._assembly = assembly
         self._core = assembly.core
-        self._core.log_to(warn_with(logger))
         self._region = assembly.region
         self._home = Home()
         self._spans = assembly.spans

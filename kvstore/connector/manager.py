@@ -32,7 +32,6 @@ from kvstore.core.transfers import Transfer
 from kvstore.engine.scheduler_steps import Stepper, in_turns
 from kvstore.engine.unnamed_requests import Prompt, Prompts, UnderWay
 from kvstore.errors import KVStoreError
-from kvstore.observe.logs import warn_with
 from kvstore.tiers.pinned import PinnedRegion
 from kvstore.types import about
 
@@ -135,7 +134,6 @@ class KVStoreManager(OffloadingManager):
             raise
         self._turn = self.stepper.turn
         self._core = assembly.core
-        self._core.log_to(warn_with(logger))
         self.description = assembly.description
         self.computing = Computing(self._core.computed)
         self.commands = assembly.commands
@@ -377,7 +375,7 @@ class KVStoreManager(OffloadingManager):
         if len(groups) == 1 or not self._core.tiers:
             # Fetched as far as rows allow, from the beginning; or not fetched at all.
             return sys.maxsize
-        return tokens_that_fit(groups, min(self._core.loadable_rows, self._core.reach(keys)))
+        return tokens_that_fit(groups, min(self._core.loadable_rows(), self._core.reach(keys)))
 
     def on_request_queued(self, req_context: RequestContext, groups: Sequence[QueuedKeys]) -> None:
         if not self._fetches_queued or not self._core.tiers:

@@ -222,8 +222,8 @@ class Commands:
         if self._act is None:
             raise KVStoreError("the store is being opened: ask again")
         self._number += 1
-        job = self._jobs[self._number] = Job(self._number, command, action, keys)
-        task = asyncio.get_running_loop().create_task(job.run(self._act))
+        job = self._jobs[self._number] = Job(self._number, command, len(keys))
+        task = asyncio.get_running_loop().create_task(job.run(self._act, action, keys))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
         ended = [each for each in self._jobs.values() if each.state != "running"]

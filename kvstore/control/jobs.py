@@ -278,44 +278,27 @@ class Reencrypt(Action):
             core.rewrite(tier, ())
 
 
-class _Over(Action):
-    """What is left of an action that has ended."""
-
-    def __init__(self, affected: int) -> None:
-        self.affected = affected
-
-    def begin(self, core: Core, keys: list[bytes], now: float) -> None:
-        raise AssertionError("the job has ended")
-
-
 class Job:
     """One command under way: see the module's text.
 
     Attributes:
         number: its name. command: what was asked for. keys: how many keys it is about.
-        done: keys that were dealt with.
+        done: keys that were dealt with. affected: keys on which it has had an effect.
         state: running, done, cancelled or failed.
     """
 
-    def __init__(self, number: int, command: str, action: Action, keys: Sequence[bytes]) -> None:
+    def __init__(self, number: int, command: str, keys: int) -> None:
         self.number = number
         self.command = command
-        self.keys = len(keys)
-        self.done = 0
+        self.keys = keys
+        self.done = self.affected = 0
         self.state = "running"
         self._error: str | None = None
         self._left = 0
-        self._action = action
-        self._keys: Sequence[bytes] = keys
         self._cancelled = False
         self._began = time.monotonic()
         self._seconds = 0.0
         self.ended = asyncio.Event()
-
-    @property
-    def affected(self) -> int:
-        """Keys on which it has had an effect."""
-        return self._action.affected
 
     def cancel(self) -> None:
         """End it soon. What it has done stays done."""
@@ -336,10 +319,10 @@ class Job:
             "error": self._error,
         }
 
-    async def run(self, act: Act) -> None:
+    async def run(self, act: Act, action: Action, keys: Sequence[bytes]) -> None:
         """Do it. Never raises, except when it is cancelled as a task."""
         try:
-            await self._run(act)
+            await self._run(act, action, keys)
         except KVStoreError as error:
             self.state, self._error = "failed", str(error)
         except Exception as error:
@@ -349,8 +332,7 @@ class Job:
             if self.state == "running":
                 self.state, self._error = "failed", "the store is being closed"
             self._seconds = time.monotonic() - self._began
-            # It may be remembered for long.
-            self._keys, self._action = (), _Over(self._action.affected)
+            self.affected = action.affected
             self.ended.set()
             logger.info(
                 "kvstore: control: %s of %d keys: %s, %d affected, in %.2f s%s",
@@ -363,19 +345,20 @@ class Job:
                 extra=about("control.ended", command=self.command, state=self.state),
             )
 
-    async def _run(self, act: Act) -> None:
-        action, size = self._action, self._action.batch
-        for at in range(0, max(1, len(self._keys)), size):
-            keys = list(self._keys[at : at + size])
-            await act(partial(_begin, action, keys))
+    async def _run(self, act: Act, action: Action, keys: Sequence[bytes]) -> None:
+        size = action.batch
+        for at in range(0, max(1, len(keys)), size):
+            some = list(keys[at : at + size])
+            await act(partial(_begin, action, some))
             while True:
                 ended, self._left = await act(lambda core, now: (action.ended(core), core.changing))
+                self.affected = action.affected
                 if ended or self._cancelled:
                     break
                 await asyncio.sleep(LOOK_SECONDS)
             if ended:
-                self.done += len(keys)
-            if self._cancelled and not (ended and at + size >= len(self._keys)):
+                self.done += len(some)
+            if self._cancelled and not (ended and at + size >= len(keys)):
                 await act(lambda core, now: action.cancel(core))
                 self.state = "cancelled"
                 return

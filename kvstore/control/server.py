@@ -28,7 +28,7 @@ from typing import Any
 
 from aiohttp import web
 
-from kvstore.concurrency import given_up_in_children
+from kvstore.concurrency import given_up_in_children, open_at_once
 from kvstore.control.commands import FORMAT, Commands
 from kvstore.errors import NOT_PARSED, ConfigError, KVStoreError
 from kvstore.types import about
@@ -199,7 +199,12 @@ class ControlServer:
             # The file system says who may.
             return
         # A page in a browser may send requests here, under another name of this machine.
-        if (request.url.host or "") not in LOOPBACK:
+        try:
+            host = request.url.host
+        except ValueError:
+            # A header that names no host.
+            host = None
+        if host not in LOOPBACK:
             raise web.HTTPForbidden(reason="name this machine by a loopback address")
         if request.method == "GET":
             return
@@ -344,7 +349,8 @@ def token_of(path: Path) -> str:
         ConfigError: with the reason why it cannot be used.
     """
     try:
-        with open(path, encoding="ascii") as file:
+        # A pipe in its place shall be refused, not waited for.
+        with open(open_at_once(path, follows=True), encoding="ascii") as file:
             found = os.fstat(file.fileno())
             token = file.read(MOST_TOKEN).strip()
     except (OSError, UnicodeDecodeError) as error:

@@ -71,7 +71,7 @@ class Cascades:
         self,
         pool: HostPool,
         tiers: Sequence[TierView],
-        log: Callable[[LogLine], None],
+        log: Callable[[LogLine], object],
         budget: Budget,
         hidden: Collection[bytes] = (),
     ) -> None:

@@ -247,11 +247,6 @@ class Core(CoreSteps):
                 self._queue.answer(request, self.now, Outcome.GONE)
             self._queue.release(request)
 
-    @property
-    def rows(self) -> int:
-        """Rows of host memory in use: see `limit_rows`."""
-        return self._pool.rows
-
     def reach(self, keys: Sequence[bytes]) -> int:
         """Rows that the chunks of one prompt may have together."""
         return self._pool.reach(keys)
@@ -260,10 +255,9 @@ class Core(CoreSteps):
         """A number for whoever shares rows with these keys; 0 without tenants."""
         return self._pool.owner(keys)
 
-    @property
-    def loadable_rows(self) -> int:
-        """Rows that one request can get at most: those that are not pinned."""
-        return self._pool.rows - self._pins.rows
+    def loadable_rows(self, keys: Collection[bytes] = ()) -> int:
+        """Return how many rows one request can get: those not pinned, or pinned for its `keys`."""
+        return self._pool.rows - self._pins.rows_besides(keys)
 
     def on_request_finished(self, request_id: str, now: float | None = None) -> None:
         """End a request's wait and its leases. Loads under way go on.
@@ -347,10 +341,6 @@ class Core(CoreSteps):
         if cold:
             self._demotions.cool(keys)
         return ended
-
-    def rows_pinned_besides(self, keys: Collection[bytes]) -> int:
-        """Return how many rows of host memory are pinned, those of `keys` not counted."""
-        return self._pins.rows_besides(keys)
 
     def demote(self, keys: Sequence[bytes], now: float) -> int:
         """Let the chunks of `keys` leave host memory: see `Demotions.begin`."""

@@ -28,7 +28,7 @@ __all__ = ["Demotions", "Room", "Victims"]
 
 
 class Victims:
-    """Searches for chunks that may leave host memory. It moves none of them.
+    """Searches for chunks that may leave host memory; those it finds are left to its callers.
 
     Args:
         budget: bounds the questions of one step that find no chunk.
@@ -186,9 +186,14 @@ class Victims:
                 chunk.set_aside(False)
                 self._parked.pop(key, None)
 
-    def forget(self, chunk: Chunk) -> None:
-        """Forget a chunk that is about to leave without the policy having given it up."""
+    def take_away(self, chunk: Chunk) -> bool:
+        """Remove a chunk that is asked to leave; False if it may not leave now."""
+        free = chunk.state in (READY, LEAVING) and not chunk.unsaved
+        if not free or chunk.step == self._pool.step:
+            return False
         self._parked.pop(chunk.key, None)
+        self._pool.take_away(chunk)
+        return True
 
     def _end_of_step(self) -> None:
         """Let chunks leave that were kept until the end of an earlier step."""
@@ -419,9 +424,7 @@ class Demotions:
             chunk = self._pool.chunks.get(key)
             if chunk is None or chunk.order != order or self._pins.holds(key):
                 continue
-            if self._is_below(key) and self._may_leave(chunk):
-                self._victims.forget(chunk)
-                self._pool.take_away(chunk)
+            if self._is_below(key) and self._victims.take_away(chunk):
                 self.demoted += 1
                 moved += 1
             elif chunk.state == FILLING or chunk.unsaved or self._is_coming(key):
@@ -433,10 +436,6 @@ class Demotions:
         """Forget all chunks that were to leave."""
         self._leaving.clear()
         self._cut_short = False
-
-    def _may_leave(self, chunk: Chunk) -> bool:
-        free = chunk.state in (READY, LEAVING) and not chunk.unsaved
-        return free and chunk.step != self._pool.step
 
     def _is_below(self, key: bytes) -> bool:
         return any(key in tier.entries for tier in self._tiers)

@@ -167,9 +167,9 @@ class Pins:
         self._expected.update(excess)
         return bool(excess)
 
-    def rows_besides(self, leases: Collection[bytes]) -> int:
-        """Return how many rows are pinned, those of `leases` not counted."""
-        return sum(key not in leases for key in self._held)
+    def rows_besides(self, keys: Collection[bytes]) -> int:
+        """Return how many rows are pinned, those of `keys` not counted; a key is named once."""
+        return len(self._held) - sum(key in self._held for key in keys)
 
     def holds(self, key: bytes) -> bool:
         """Whether the chunk of the key is pinned in host memory."""

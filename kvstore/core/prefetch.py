@@ -193,16 +193,16 @@ class Prefetches:
         return grants
 
     def _of_answering(self, line: Iterable[bytes]) -> Iterable[bytes]:
-        """Leave out, for now, keys that only tiers have which do not answer at present."""
-        stalled = [tier.entries for tier in self._tiers if tier.health.stalled]
-        if not stalled:
+        """Leave out, for now, keys that only tiers have which are not read at present."""
+        silent = [tier.entries for tier in self._tiers if not tier.health.alive]
+        if not silent:
             return line
         places: list[Container[bytes]] = [self._pool.chunks]
-        places += [tier.entries for tier in self._tiers if not tier.health.stalled]
+        places += [tier.entries for tier in self._tiers if tier.health.alive]
         return [
             key
             for key in islice(line, MOST_LOOKED_AT)
-            if any(key in held for held in places) or not any(key in held for held in stalled)
+            if any(key in held for held in places) or not any(key in held for held in silent)
         ]
 
     def reset(self) -> None:

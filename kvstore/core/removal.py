@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from itertools import islice
 
-from kvstore.core.chunk import FILLING, LEAVING, READY, Chunk
+from kvstore.core.chunk import FILLING, READY, Chunk
 from kvstore.core.eviction import Victims
 from kvstore.core.host import HostPool
 from kvstore.core.residency.base import CopyTarget, TierView
@@ -57,7 +57,6 @@ class _Hidden:
     """One key that is being removed.
 
     Attributes:
-        in_host: whether host memory may still have it.
         written: tiers that may still have it.
         recorded: tiers that may have records of it.
         failed: tiers that could not erase their records.
@@ -65,7 +64,6 @@ class _Hidden:
 
     def __init__(self, removal: Removal, tiers: Collection[int]) -> None:
         self.removals = [removal]
-        self.in_host = True
         self.written = set(tiers)
         self.recorded = set(tiers)
         self.failed: set[int] = set()
@@ -73,17 +71,10 @@ class _Hidden:
     def join(self, removal: Removal) -> None:
         self.removals.append(removal)
 
-    def left_host(self) -> None:
-        self.in_host = False
-
     def erased(self, tier: int, ok: bool) -> None:
         self.recorded.discard(tier)
         if not ok:
             self.failed.add(tier)
-
-    @property
-    def over(self) -> bool:
-        return not (self.in_host or self.recorded)
 
 
 class Removals:
@@ -139,8 +130,10 @@ class Removals:
         moved = 0
         for key in tries:
             del self._places[key]
-            if self._leave(key, self.hidden[key]):
+            hidden = self.hidden[key]
+            if self._leave(key, hidden):
                 moved += 1
+                self._end_if_over(key, hidden)
             else:
                 # Other keys have their turn before it is looked at again.
                 self._places[key] = None
@@ -211,32 +204,22 @@ class Removals:
 
     def _leave(self, key: bytes, hidden: _Hidden) -> bool:
         """Free its row and slots as far as possible now; returns whether none is left."""
-        if hidden.in_host:
-            chunk = self._pool.chunks.get(key)
-            if chunk is None or self._leave_host(chunk):
-                hidden.left_host()
+        chunk = self._pool.chunks.get(key)
+        left_host = chunk is None or self._leave_host(chunk)
         for target in self._targets:
             if target.number in hidden.written and self._leave_tier(target, key):
                 hidden.written.discard(target.number)
                 self._records[target.number][key] = None
-        if hidden.in_host or hidden.written:
-            return False
-        self._end_if_over(key, hidden)
-        return True
+        return left_host and not hidden.written
 
     def _leave_host(self, chunk: Chunk) -> bool:
-        pool = self._pool
         if chunk.state == FILLING:
             return False
         for target in self._targets:
             # It must not be copied any more.
             if chunk.unsaved >> target.number & 1:
-                pool.dequeue(chunk, target.number)
-        if chunk.state not in (READY, LEAVING) or chunk.step == pool.step:
-            return False
-        self._victims.forget(chunk)
-        pool.take_away(chunk)
-        return True
+                self._pool.dequeue(chunk, target.number)
+        return self._victims.take_away(chunk)
 
     def _leave_tier(self, target: CopyTarget, key: bytes) -> bool:
         index = target.index
@@ -251,5 +234,5 @@ class Removals:
         return True
 
     def _end_if_over(self, key: bytes, hidden: _Hidden) -> None:
-        if hidden.over:
+        if not (key in self._places or hidden.recorded):
             del self.hidden[key]

@@ -19,7 +19,6 @@ __all__ = [
     "MOST_SPANS",
     "Complaints",
     "History",
-    "Log",
     "Outcome",
     "SpanBegin",
     "SpanEnd",
@@ -127,22 +126,19 @@ class Spans:
         kept, self._kept = self._kept, []
         return kept
 
-    def begin_step(self, now: float) -> None:
-        """Set the time for ends that are noted without one."""
+    def set_time(self, now: float) -> None:
+        """Set the time of waits that begin and end from now on."""
         self._now = now
 
-    def wait_began(self, request: str, chunks: int, now: float) -> None:
+    def wait_began(self, request: str, chunks: int) -> None:
         """Note that a request waits for `chunks` chunks."""
         if self.wanted:
-            self._keep(SpanBegin(SpanKind.DEFERRAL, request, now, chunks, request))
+            self._keep(SpanBegin(SpanKind.DEFERRAL, request, self._now, chunks, request))
 
-    def wait_ended(
-        self, request: str, chunks: int, outcome: Outcome, now: float | None = None
-    ) -> None:
+    def wait_ended(self, request: str, chunks: int, outcome: Outcome) -> None:
         """Note that a request stopped waiting and has `chunks` chunks."""
         if self.wanted:
-            at = self._now if now is None else now
-            self._keep(SpanEnd(SpanKind.DEFERRAL, request, at, chunks, outcome))
+            self._keep(SpanEnd(SpanKind.DEFERRAL, request, self._now, chunks, outcome))
 
     def move_began(self, move: Move, request: str | None, now: float) -> None:
         """Note that a move is handed out, for this request."""
@@ -252,21 +248,6 @@ EVERY = 60.0
 """Least seconds between two log lines of one fault, its end excepted."""
 
 
-class Log:
-    """A sink for log lines, which are dropped until `write_to` is called."""
-
-    def __init__(self) -> None:
-        self._write: Callable[[LogLine], None] | None = None
-
-    def write_to(self, write: Callable[[LogLine], None]) -> None:
-        """Write lines there from now on."""
-        self._write = write
-
-    def __call__(self, line: LogLine) -> None:
-        if self._write is not None:
-            self._write(line)
-
-
 @dataclass(slots=True)
 class _Fault:
     """One fault.
@@ -293,7 +274,7 @@ class Complaints:
         quiet: seconds without the fault after which a success ends it.
     """
 
-    def __init__(self, write: Callable[[LogLine], None], quiet: float = EVERY) -> None:
+    def __init__(self, write: Callable[[LogLine], object], quiet: float = EVERY) -> None:
         self.write = write
         self._quiet = quiet
         self._faults: dict[str, _Fault] = {}

@@ -81,7 +81,8 @@ class Request:
         leases: keys of chunks that are kept for this request; filling ones count in `pending`.
         pending: leased chunks that are still filling.
         loading: pins of loads that were prepared and are not complete.
-        since: when this wait began, or None when there is none.
+        since: when the first wait of this round began, or None when there is none.
+        began: when the last wait began.
         moved: when something last moved for this request.
         newest: highest `order` of the chunks it waited for.
         asked: when it last asked. asked_step: the step of its last lookup.
@@ -119,6 +120,7 @@ class Request:
     pending: int = 0
     loading: dict[bytes, int] = field(default_factory=dict)
     since: float | None = None
+    began: float = 0.0
     moved: float = 0.0
     newest: int = -1
     asked: float = 0.0
@@ -291,7 +293,7 @@ class Request:
             self.since = now
         self.state = RequestState.WAITING
         self.keys = list(dict.fromkeys(self.keys))
-        self.moved = now
+        self.began = self.moved = now
         self.needs_rows = needs_rows
         self.waits_for = -1
         self.awaits_answer = False

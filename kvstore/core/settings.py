@@ -118,7 +118,10 @@ class Settings:
 
     def rewrite(self, tier: int, segments: Sequence[int]) -> None:
         """Copy the chunks of these segments of a tier to other slots."""
-        self.owned(tier).compactor.rewrite(segments)
+        owned = self.owned(tier)
+        owned.compactor.rewrite(segments)
+        if owned.health.closed:
+            owned.compactor.close()
 
     def limit_segments(self, tier: int, most: Sequence[int], policy: EvictionPolicy) -> None:
         """Let a tier have so many segments on each device, and a policy for the chunks that fit."""

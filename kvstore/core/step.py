@@ -25,7 +25,7 @@ from kvstore.core.pins import PINNED_SHARE, Pins
 from kvstore.core.prefetch import Prefetches
 from kvstore.core.promotion import Grants
 from kvstore.core.removal import Removals
-from kvstore.core.reports import Log, SpanBegin, SpanEnd, Spans
+from kvstore.core.reports import SpanBegin, SpanEnd, Spans
 from kvstore.core.request import MOST_REQUESTS, Request, Requests, RequestState
 from kvstore.core.residency.base import CopyTarget, TierView
 from kvstore.core.residency.recompute import Average
@@ -65,6 +65,7 @@ class CoreSteps:
         recompute: seconds that the server takes to compute a chunk; None: as `computed` reports,
             0: computing is never compared with reading.
         chunk_bytes: size of a chunk, for `stats`.
+        log: where log lines go, one per change of a tier's health.
     """
 
     lookup: Callable[[bytes, str], bool | None]
@@ -86,6 +87,7 @@ class CoreSteps:
         pinned_share: float = PINNED_SHARE,
         recompute: float | None = None,
         chunk_bytes: int = 0,
+        log: Callable[[LogLine], object] = lambda line: None,
     ) -> None:
         self._pool = pool
         self.chunks = pool.chunks
@@ -95,7 +97,7 @@ class CoreSteps:
         self.era = 0
         self.on_remove: Callable[[Collection[bytes]], object] = lambda keys: None
         self._chunk_bytes = chunk_bytes
-        self._log = Log()
+        self._log = log
         efforts = [tier.index.policy.effort for tier in self.tiers]
         self._compute = Average()
         self._compute_pace = recompute
@@ -196,10 +198,6 @@ class CoreSteps:
         """Take the waits and moves that have begun or ended since the last call."""
         return self._spans.take()
 
-    def log_to(self, write: Callable[[LogLine], None]) -> None:
-        """Write log lines there, one per change of a tier's health; by default they are dropped."""
-        self._log.write_to(write)
-
     # -- the edges of a step ---------------------------------------------------------
 
     def poll(self, now: float, completions: Iterable[Completion] = ()) -> None:
@@ -210,7 +208,7 @@ class CoreSteps:
         for ages in self._ages:
             ages.begin_step(now)
         self._budget.begin_step()
-        self._spans.begin_step(now)
+        self._spans.set_time(now)
         if completions or self._ended or self._news:
             self.absorb(completions)
         queue = self._queue
@@ -310,6 +308,7 @@ class CoreSteps:
     def flush(self, now: float) -> list[Move]:
         """Return the moves that are due, to be handed to the engine in this order."""
         self.now = now
+        self._spans.set_time(now)
         self._queue_deferred(now)
         if self._budget.bounded:
             self._budget.shorten(self._lookups.wanted)

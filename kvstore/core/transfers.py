@@ -48,7 +48,7 @@ class Transfers:
         tiers: Sequence[TierView],
         queue: WaitQueue,
         cascades: Cascades,
-        log: Callable[[LogLine], None],
+        log: Callable[[LogLine], object],
         removals: Removals,
         pins: Pins,
         spans: Spans,
@@ -58,8 +58,7 @@ class Transfers:
         self._spans = spans
         self._removals = removals
         self._tiers = tiers
-        self._with_targets = [(tier, tier.target) for tier in tiers]
-        self._has_peers = any(target is None for _, target in self._with_targets)
+        self._has_peers = any(tier.target is None for tier in tiers)
         self._queue = queue
         self.cascades = cascades
         self._log = log
@@ -83,8 +82,8 @@ class Transfers:
         self, now: float, elapsed: float, deadline: float, max_wait: float, compute: float
     ) -> None:
         """Update the health of each tier, once a step; `compute`: seconds to compute a chunk."""
-        for tier, target in self._with_targets:
-            stalled = tier.health.stalled
+        for tier in self._tiers:
+            target, stalled = tier.target, tier.health.stalled
             messages, gives_up = tier.watch(now, elapsed, deadline, max_wait, compute)
             for message in messages:
                 self._log(message)
@@ -119,7 +118,8 @@ class Transfers:
         """Return all other moves that are due: clearing, growth, copies and compaction."""
         moves: list[Move] = []
         after_owned = self._has_peers and bool(self._clearing_targets())
-        for tier, target in self._with_targets:
+        for tier in self._tiers:
+            target = tier.target
             compaction = None if tier.owned is None else tier.owned.compaction(now)
             own = tier.due(now, after_owned=after_owned)
             if own is not None:

@@ -201,6 +201,7 @@ class Chains:
         self._requests = requests
         self._uses = uses
         self._all_tiers = tiers
+        self._targets = [target for tier in tiers if (target := tier.target) is not None]
         filters = [pool.admission, *(tier.admission for tier in tiers)]
         self.filters: list[AdmissionFilter] = [each for each in filters if each is not None]
         self._listener: Callable[[Sequence[Sequence[bytes]]], None] | None = None
@@ -216,9 +217,8 @@ class Chains:
         """Take in that a policy was replaced. Advice that waits is dropped."""
         self._settling.clear()
         self._settling_keys = 0
-        tiers = self._all_tiers
-        policies = [self._pool.policy, *(tier.index.policy for tier in tiers)]
-        self._tiers = [tier for tier in tiers if tier.index.policy.overrides("settle")]
+        policies = [self._pool.policy, *(tier.index.policy for tier in self._all_tiers)]
+        self._tiers = [t for t in self._targets if t.index.policy.overrides("settle")]
         self._linked = [policy.link for policy in policies if policy.overrides("link")]
 
     def listen(self, listener: Callable[[Sequence[Sequence[bytes]]], None]) -> None:

@@ -98,13 +98,13 @@ class WaitQueue:
         request.begin_wait(now, any(key not in chunks for key in request.keys))
         self.waiting[request.id] = request
         self._soonest = min(self._soonest, self._end_of(request))
-        self._spans.wait_began(request.id, len(request.keys), now)
+        self._spans.wait_began(request.id, len(request.keys))
 
     def answer(self, request: Request, now: float, outcome: Outcome = Outcome.COMPLETE) -> None:
         """End the wait: the answer is what is in host memory by now."""
         waited = self.waiting.pop(request.id, None) is not None
-        if waited and request.since is not None:
-            self.waits.add(now - request.since)
+        if waited:
+            self.waits.add(now - request.began)
         if request.pending:
             chunks = self._pool.chunks
             for key in list(request.leases):
@@ -113,7 +113,7 @@ class WaitQueue:
                     chunk.wait_no_more(request)
                     request.drop_lease(key)
         if waited:
-            self._spans.wait_ended(request.id, len(request.leases), outcome, now)
+            self._spans.wait_ended(request.id, len(request.leases), outcome)
         request.end_wait()
         self.answered[request.id] = request
         self._soonest = min(self._soonest, request.asked + self.lease)

@@ -86,11 +86,12 @@ def compact_lane(
     described = read_namespace(folder.parent)
     namespace = Namespace(folder.parent.name, described["identity"])
     geometry = held_geometry(folder, described["digest"])
-    before = lane_layout(folder, described["digest"], (read_epoch(folder.parent),), without)
     if geometry is None:
-        faults = _unusable(folder)
-        return Compaction(before, before, 0, 0, faults) if faults else None
+        faults, none = _unusable(folder), LaneLayout(0, 0, 0, 0, 0, 0)
+        return Compaction(none, none, 0, 0, faults) if faults else None
     if dry_run:
+        epochs = (read_epoch(folder.parent),)
+        before = lane_layout(folder, described["digest"], epochs, without)
         return Compaction(before, _predicted(before, geometry), 0, 0)
     tier = DiskTier(
         folder.parent.parent,

@@ -34,8 +34,7 @@ from kvstore.maintenance.survey import (
 )
 from kvstore.policies.shares import tag_of
 from kvstore.tiers.disk.fault import Fault
-from kvstore.tiers.disk.format import RECORD_BYTES
-from kvstore.tiers.disk.index import read_index
+from kvstore.tiers.disk.index import IndexFile, read_index
 from kvstore.tiers.disk.lane import LOCK_NAME, Lane
 from kvstore.tiers.disk.namespace import read_namespace
 from kvstore.tiers.disk.segment import segment_files
@@ -327,8 +326,7 @@ def _purge_segment(
         return
     if header.namespace != namespace.digest or header.geometry.sealed != namespace.sealed:
         raise ForeignFileError(f"{path}: belongs to another namespace")
-    geometry, records = header.geometry, live.records
-    used_ms = np.maximum(records["stored_ms"], records["read_ms"]).tolist()
+    used_ms = np.maximum(live.records["stored_ms"], live.records["read_ms"]).tolist()
     slots = [
         slot
         for slot, its_key, used in zip(live.slots, live.keys(), used_ms, strict=True)
@@ -339,8 +337,7 @@ def _purge_segment(
     fd = _open_to_write(path, trust, dry_run=dry_run) if slots else open_at_once(path)
     try:
         if not dry_run:
-            for slot in slots:
-                os.pwrite(fd, bytes(RECORD_BYTES), geometry.index_offset + slot * RECORD_BYTES)
+            IndexFile(fd, header).erase_slots(slots)
             # Also what was erased before, and is not on the medium yet.
             os.fdatasync(fd)
     finally:
@@ -350,7 +347,7 @@ def _purge_segment(
     count = sum(slot in counted for slot in slots)
     done.chunks += count
     done.outdated += len(slots) - count
-    done.bytes += count * geometry.chunk_bytes
+    done.bytes += count * header.geometry.chunk_bytes
 
 
 def _open_to_write(path: Path, trust: Trust, *, dry_run: bool) -> int:

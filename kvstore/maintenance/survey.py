@@ -286,9 +286,8 @@ def _namespace(folder: Path) -> NamespaceSurvey:
         owner = lane_owner(lane_folder)
         found.lanes.append(LaneSurvey(number, str(lane_folder), owner and owner.pid))
         if owner is not None:
-            # One that has not told it is of the newest of its chunks.
-            told = _newest(lane_folder) if owner.epoch is None else owner.epoch
-            epochs.add(found.epoch if told is None else told)
+            # One that is opening it has not told it yet: it will be in the newest.
+            epochs.add(found.epoch if owner.epoch is None else owner.epoch)
     found.epochs = sorted(epochs)
     for lane in found.lanes:
         try:
@@ -304,16 +303,6 @@ def _namespace(folder: Path) -> NamespaceSurvey:
             found.lost = Fault(str(folder), None, lost_epoch(folder, newest, epoch))
             found.faults.append(found.lost)
     return found
-
-
-def _newest(folder: Path) -> int | None:
-    """The newest epoch of the chunks of a lane, None if it has none."""
-    epochs: list[int] = []
-    with contextlib.suppress(OSError):
-        for _, path in segment_files(folder):
-            with contextlib.suppress(ForeignFileError, OSError):
-                epochs += read_index(path)[1].records["epoch"].tolist()
-    return max(epochs, default=None)
 
 
 def _lane(lane: LaneSurvey, namespace: NamespaceSurvey) -> list[Fault]:

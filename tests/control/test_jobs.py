@@ -352,15 +352,6 @@ async def test_of_settings_all_are_changed_or_none(
         assert tier.volumes[0].max_segments == before.tiers[0].max_segments
 
 
-async def test_jobs_that_have_ended_keep_no_keys(tmp_path: Path) -> None:
-    async with at_path(tmp_path) as (store, session):
-        told = await ask(session, "prefetch", **named(keys_of("many", 500)))
-        assert store._assembly.control is not None
-        job = store._assembly.control._commands.job(told["job"])
-        assert job is not None
-        assert (job.keys, list(job._keys)) == (500, [])
-
-
 async def test_a_longer_put_goes_through_host_memory_that_was_made_smaller(tmp_path: Path) -> None:
     keys = keys_of("long", 32)
     async with at_path(tmp_path, rows=32, disk=64) as (store, session):

@@ -202,14 +202,18 @@ async def test_requests_of_strangers_leave_no_line_in_the_log(
         for line in (
             "GET /\u00e9 HTTP/1.1",
             f"POST /v1/reset HTTP/1.1\r\nAuthorization: Bearer {TOKEN}",
+            "GET /v1/status HTTP/1.1\r\nHost: 127.0.0.1:99999999",
+            "GET /v1/status HTTP/1.1\r\nHost: 127.0.0.1:x",
         ):
             with socket.create_connection(address(session)) as client:
-                told = f"{line}\r\nHost: 127.0.0.1\r\nContent-Length: 9\r\n\r\n{{".encode()
-                client.sendall(told)
+                host = "" if "Host" in line else "Host: 127.0.0.1\r\n"
+                client.sendall(f"{line}\r\n{host}Content-Length: 9\r\n\r\n{{".encode())
+                if not host:
+                    assert b" 403 " in await asyncio.to_thread(client.recv, 200)
                 await asyncio.sleep(0.05)
         await asyncio.sleep(0.1)
         assert (await session.get("/v1/status")).status == 200
-    assert not [line for line in caplog.messages if "request" in line]
+    assert not [line for line in caplog.messages if "request" in line or "failed" in line]
 
 
 async def test_a_process_that_accepts_nothing_keeps_no_other_from_its_socket(
@@ -272,6 +276,13 @@ async def test_a_token_that_others_may_read_or_guess_is_refused(
     config = small(tmp_path / "cache", control=str(tmp_path / "s"), control_token_file=path)
     with pytest.raises(ConfigError, match=f"control_token_file = .*{reason}"):
         await start(config)
+
+
+async def test_a_pipe_in_place_of_the_token_holds_nobody_up(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "token", 0o600)
+    port = small(tmp_path, control="127.0.0.1:0", control_token_file=tmp_path / "token")
+    with pytest.raises(ConfigError, match="control_token_file = "):
+        await asyncio.wait_for(start(port), PATIENCE)
 
 
 async def test_a_token_without_a_socket_is_refused(tmp_path: Path) -> None:

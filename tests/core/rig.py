@@ -91,9 +91,8 @@ class Rig:
             directories.append(AskedTier(len(directories), opened, in_flight, answers=store))
         timing = {"deadline": 1.0, "max_wait": 10.0, "lease": 3.0, **timing}
         pool = HostPool(rows, create_policy("lru", rows) if policy is None else policy)
-        self.core = Core(pool, directories, **timing)
         self.log: list[str] = []
-        self.core.log_to(lambda line: self.log.append(line.text))
+        self.core = Core(pool, directories, log=lambda line: self.log.append(line.text), **timing)
         self.now = 100.0
         self.moves: list[Move] = []
         """Handed out and not ended."""

@@ -337,7 +337,7 @@ def test_host_memory_shrinks_although_queued_requests_lease_it() -> None:
     for _ in range(10):
         rig.settle()
         rig.step(1.0)
-    assert (rig.core.rows, rig.core.changing) == (2, 0)
+    assert (rig.stats.rows, rig.core.changing) == (2, 0)
 
 
 def test_a_store_takes_nothing_from_a_queued_request_where_others_may_leave() -> None:

@@ -47,6 +47,20 @@ def test_a_quantile_is_the_bound_that_so_many_kept() -> None:
             durations.quantile(share)
 
 
+def test_a_second_wait_of_a_request_does_not_count_the_first_one_again() -> None:
+    rig = Rig(rows=8, on=([*A, *chain("b", 2)],), deadline=5.0)
+    for keys in (A, [*A, *chain("b", 2)]):
+        assert rig.ask(keys) is None
+        rig.step(0.25)
+        rig.end(rig.promotion)
+        rig.step()
+        assert rig.ask(keys) == len(keys)
+        rig.step(3.0)
+    waits = rig.stats.waits
+    assert waits.count == 2
+    assert waits.seconds == pytest.approx(0.5)
+
+
 def test_the_core_counts_how_long_waits_reads_and_writes_took() -> None:
     rig = Rig(rows=8, on=(A,))
     assert rig.ask(A) is None

@@ -17,8 +17,14 @@ def rig_beside(neighbour: Sequence[bytes], rows: int = 8) -> Rig:
     entries = [(key, slot) for slot, key in enumerate(neighbour)]
     shared = PeerTier(1, RecoveredTier("theirs", "shared", entries, 64, (), 0), 64)
     pool = HostPool(rows, create_policy("lru", rows))
-    rig.core = Core(pool, [own, shared], deadline=1.0, max_wait=10.0, lease=3.0)
-    rig.core.log_to(lambda line: rig.log.append(line.text))
+    rig.core = Core(
+        pool,
+        [own, shared],
+        deadline=1.0,
+        max_wait=10.0,
+        lease=3.0,
+        log=lambda line: rig.log.append(line.text),
+    )
     rig.core.poll(rig.now)
     return rig
 

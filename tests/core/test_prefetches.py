@@ -200,3 +200,27 @@ def test_what_a_tier_has_that_does_not_answer_is_fetched_when_it_does() -> None:
             rig.end(move)
         rig.step(0.1)
     assert all(map(rig.in_host, keys))
+
+
+def test_what_a_congested_tier_has_is_fetched_when_it_is_not_any_more() -> None:
+    keys, asked, slow = chain("x", 32), chain("y", 16), chain("z", 2)
+    rig = Rig(rows=64, on=[[*keys, *asked, *slow]], deadline=100.0, max_wait=2.0)
+    assert rig.ask(slow, "slow") is None
+    rig.step(1.5)
+    rig.end(rig.promotion)
+    rig.step()
+    assert rig.core.prefetch(keys) == 32
+    assert rig.ask(asked) is None
+    rig.step(0.1)
+    first, ahead = rig.under_way(Op.PROMOTE)
+    assert (len(first.keys), len(ahead.keys)) == (16, 8)
+    rig.end(ahead)
+    rig.step(0.1)
+    rig.step(0.1)
+    assert rig.stats.tiers[0].congested
+    rig.end(first)
+    for _ in range(20):
+        rig.step(0.1)
+        for move in list(rig.moves):
+            rig.end(move)
+    assert all(map(rig.in_host, keys))

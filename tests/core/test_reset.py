@@ -200,6 +200,23 @@ def test_a_row_that_is_held_costs_a_store_its_tail_and_no_chunk_in_the_middle(po
     assert rig.ask(keys) == 3
 
 
+def test_a_tier_that_is_closed_keeps_no_change_waiting() -> None:
+    rig = Rig(rows=8, on=[chain("a", 30)], segment_slots=8, segments=4, relocation_chunks=4)
+    rig.core.limit_segments(0, [2], create_policy("lru", 16))
+    rig.core.reset(close_tiers=True)
+    rig.core.rewrite(0, [0, 1, 2])
+    rig.settle(1.0)
+    assert (rig.core.changing, rig.core.rewrites, rig.core.unrewritten) == (0, 0, 3)
+    assert not rig.core.needs_steps
+
+
+def test_a_tier_that_is_closed_does_not_grow() -> None:
+    rig = Rig(rows=8, on=[chain("held", 7)], segment_slots=8, max_segments=4)
+    rig.core.reset(close_tiers=True)
+    rig.wait(10.0)
+    assert not rig.moves
+
+
 def test_tiers_that_are_closed_take_part_in_nothing_whatever_was_under_way() -> None:
     held, new = chain("held", 6), chain("new", 4)
     rig = Rig(rows=16, on=[held], segment_slots=8, max_segments=4)

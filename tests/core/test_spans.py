@@ -103,11 +103,21 @@ def test_a_copy_to_a_slower_tier_is_for_nobody_in_particular() -> None:
     ]
 
 
+def test_a_wait_that_is_given_up_between_two_steps_does_not_end_before_it_began() -> None:
+    rig = traced(Rig(rows=8, on=[KEYS]))
+    assert rig.ask(KEYS) is None
+    rig.now += 0.5
+    rig.flush()
+    rig.core.on_request_finished("r")
+    waits = [one.at for one in rig.core._spans.take() if one.kind is SpanKind.DEFERRAL]
+    assert waits == [100.5, 100.5]
+
+
 def test_what_nobody_takes_is_bounded() -> None:
     spans = Spans(most=10)
     spans.want()
     for number in range(25):
-        spans.wait_began(str(number), 1, float(number))
+        spans.wait_began(str(number), 1)
     kept = spans.take()
     assert len(kept) <= 10
     assert len(kept) + spans.lost == 25

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import pytest
 
+from kvstore.core import AskedTier, PeerTier
+from kvstore.core.residency.base import TierView
 from kvstore.core.residency.index import MOST_FAILURES
-from kvstore.types import NO_MOVE, Changes, Completion
+from kvstore.types import NO_MOVE, Changes, Completion, RecoveredTier
 from tests.core.rig import Rig, chain
 
 
@@ -114,4 +116,23 @@ def test_nothing_is_remembered_of_an_entry_that_has_left(how: str) -> None:
         rig.core.reset()
     rig.settle()
     assert keys[0] not in tier.entries
+    assert not tier.index._unread
+
+
+@pytest.mark.parametrize("kind", ["peer", "store"])
+def test_nothing_is_remembered_of_what_others_have_removed(kind: str) -> None:
+    keys = chain("a", 4)
+    tier: TierView
+    if kind == "peer":
+        recovered = RecoveredTier("theirs", "disk", [(key, 0) for key in keys], 64, (), 0)
+        tier = PeerTier(0, recovered, 64)
+    else:
+        tier = AskedTier(0, RecoveredTier("store", "remote", [], 1, [], 0), 64)
+        tier.index.appear((key, 0) for key in keys)
+    for key in keys:
+        tier.not_promoted(key, perhaps_whole=True)
+    assert set(tier.entries) == {*keys}
+    tier.forget(keys[:2])
+    tier.index.disappear(keys[2:])
+    assert not tier.entries
     assert not tier.index._unread

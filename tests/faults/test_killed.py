@@ -37,8 +37,8 @@ Start = Callable[..., Neighbour]
 
 INDEX = "kvstore.tiers.disk.index:IndexFile"
 PAYLOAD = (
-    "kvstore.tiers.disk.io.aio:AioIO.begin?load=False kvstore.tiers.disk.io.direct:DirectIO.write "
-    "kvstore.tiers.disk.io.buffered:BufferedIO.write"
+    "kvstore.tiers.disk.io.aio:AioIO.begin?load=False "
+    "kvstore.tiers.disk.io.buffered:DirectIO.write kvstore.tiers.disk.io.buffered:BufferedIO.write"
 )
 WRITTEN = PAYLOAD.replace("AioIO.begin", "_UnderWay.end")
 RELOCATION = "kvstore.tiers.disk.tier:relocate"

@@ -28,12 +28,12 @@ from tests.patience import until_async
 Start = Callable[..., Neighbour]
 
 READ = (
-    "kvstore.tiers.disk.io.aio:AioIO.begin?load=True kvstore.tiers.disk.io.direct:DirectIO.read "
-    "kvstore.tiers.disk.io.buffered:BufferedIO.read"
+    "kvstore.tiers.disk.io.aio:AioIO.begin?load=True "
+    "kvstore.tiers.disk.io.buffered:DirectIO.read kvstore.tiers.disk.io.buffered:BufferedIO.read"
 )
 WRITE = (
-    "kvstore.tiers.disk.io.aio:AioIO.begin?load=False kvstore.tiers.disk.io.direct:DirectIO.write "
-    "kvstore.tiers.disk.io.buffered:BufferedIO.write"
+    "kvstore.tiers.disk.io.aio:AioIO.begin?load=False "
+    "kvstore.tiers.disk.io.buffered:DirectIO.write kvstore.tiers.disk.io.buffered:BufferedIO.write"
 )
 WRITTEN = WRITE.replace("AioIO.begin", "_UnderWay.end")
 RECORDS = "kvstore.tiers.disk.index:IndexFile.write"

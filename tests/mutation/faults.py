@@ -203,14 +203,17 @@ FAULTS = (
             "target.queued",
         ),
         (
-            "a hit of this step is removed in it",
-            "if chunk.state not in (READY, LEAVING) or chunk.step == pool.step:",
-            "if chunk.state not in (READY, LEAVING):",
-        ),
-        (
             "a removal ends while records are still to be erased",
-            "return not (self.in_host or self.recorded)",
-            "return not self.in_host",
+            "if not (key in self._places or hidden.recorded):",
+            "if key not in self._places:",
+        ),
+    ),
+    *_in(
+        "kvstore/core/eviction.py",
+        (
+            "a hit of this step is removed in it",
+            "if not free or chunk.step == self._pool.step:",
+            "if not free:",
         ),
     ),
     *_in(
@@ -273,8 +276,8 @@ FAULTS = (
         ),
         (
             "an exclusive tier keeps what it gave",
-            "        if self.flow is Flow.EXCLUSIVE:\n            self.forget(keys)",
-            "        if self.flow is None:\n            self.forget(keys)",
+            "            self.forget(tail_first)",
+            "            pass",
         ),
         (
             "a chunk with wrong bytes stays in the index",

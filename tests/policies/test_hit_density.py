@@ -136,6 +136,32 @@ def test_without_ghosts_it_works_on() -> None:
     assert len(policy) == 50
 
 
+def test_uses_and_place_of_a_key_that_was_removed_count_when_it_comes_back() -> None:
+    policy = HitDensity(8)
+    loyal, once = chain("loyal", 2), chain("once", 2)
+    for keys in (loyal, once):
+        request(policy, keys)
+    for _ in range(3):
+        request(policy, loyal)
+    before = policy._seen[policy._slots[loyal[0]]] & 7
+    for keys in (once, loyal):
+        for key in reversed(keys):
+            policy.remove(key)
+        for key in reversed(keys):
+            policy.insert(key)  # Nothing tells anew what follows what.
+    assert policy._seen[policy._slots[loyal[0]]] & 7 == before > 0
+    assert policy.evict(1, nobody) in ([loyal[1]], [once[1]])
+    assert_whole(policy, [loyal, once])
+
+
+def test_removed_keys_that_never_come_back_are_forgotten() -> None:
+    policy = HitDensity(50, ghosts=1.5)
+    for key in keys_of(1000):
+        policy.insert(key)
+        policy.remove(key)
+    assert len(policy._removed) == 75
+
+
 def test_links_of_keys_that_never_come_are_forgotten() -> None:
     policy = HitDensity(10)
     for start in range(0, 100_000, 1000):

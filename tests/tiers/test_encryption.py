@@ -24,6 +24,7 @@ from kvstore.tiers.disk.format import RECORD, RECORD_BYTES, checksummed
 from kvstore.tiers.disk.index import IndexFile, read_index
 from kvstore.tiers.disk.volume import Volume
 from kvstore.tiers.keys import KeyRing, Secret, id_of, parse_keys, read_keys, write_keys
+from kvstore.tiers.pages import Scratch
 from kvstore.tiers.sealing import TAG_BYTES, Sealer
 from kvstore.types import Changes
 from tests.patience import PATIENCE
@@ -550,17 +551,17 @@ def test_a_seal_is_of_one_place(keys_file: Path) -> None:
         assert not opens(here, KEYS[0], 3, bytes(other))
 
 
-def test_the_memory_of_sealed_payloads_is_used_again(keys_file: Path) -> None:
-    sealer = Sealer(ring(keys_file), "here")
-    first = sealer.scratch.lend(10_000)
+def test_the_memory_of_sealed_payloads_is_used_again() -> None:
+    scratch = Scratch()
+    first = scratch.lend(10_000)
     assert len(first) >= 10_000
-    second = sealer.scratch.lend(10_000)
-    sealer.scratch.take_back(first)
-    assert sealer.scratch.lend(5_000) is first
-    sealer.scratch.take_back(second)
+    second = scratch.lend(10_000)
+    scratch.take_back(first)
+    assert scratch.lend(5_000) is first
+    scratch.take_back(second)
     # One that is too small gives way: there are never more than were lent at once.
-    assert len(sealer.scratch.lend(len(first) + 1)) > len(first)
-    assert sealer.scratch._memory == []
+    assert len(scratch.lend(len(first) + 1)) > len(first)
+    assert scratch._memory == []
 
 
 def test_the_index_of_a_sealed_segment_reads_only_sealed_records(

@@ -375,6 +375,15 @@ def test_a_lane_that_is_no_folder_is_none(cache: Path) -> None:
         assert run(*arguments, namespace)[0] == 0
 
 
+def test_a_lane_under_a_name_that_no_process_gives_is_none(cache: Path) -> None:
+    """Its owner would be asked for by the lock of another folder."""
+    lane = next(cache.glob("*/lane-0"))
+    for name in ("lane-00", "lane-1\u0663"):
+        shutil.copytree(lane, lane.with_name(name))
+    (found,) = survey(cache)
+    assert [each.path for each in found.lanes] == [str(lane)]
+
+
 def test_a_lane_that_is_a_symbolic_link_is_told_and_not_followed(cache: Path) -> None:
     (namespace_of(cache) / "lane-2").symlink_to("lane-0")
     for arguments in (*READING, *CHANGING, ["gc", "--keep", "1"]):

@@ -20,7 +20,6 @@ import kvstore
 from kvstore.maintenance.bundle import export_bundle, import_bundle
 from kvstore.maintenance.offline import PurgedLane, compact, purge
 from kvstore.maintenance.survey import Progress, survey, verify
-from kvstore.tiers.disk.lane import PID_BYTES
 from kvstore.tools.cli import main
 from tests.patience import until_async
 from tests.tools import test_command
@@ -354,14 +353,6 @@ async def test_chunks_count_that_somebody_may_find_over_resets(tmp_path: Path) -
             # The new one may lie in the place of one of those.
             assert counted(tmp_path)[1] in (4, 5)
     assert counted(tmp_path) == [0, 1]
-    # An owner that does not say in which epoch it is, as older versions: that of its newest chunks.
-    async with kvstore.open(config(tmp_path)) as store:
-        lock = next(tmp_path.glob("*/lane-0/lock"))
-        os.truncate(lock, PID_BYTES)
-        async with kvstore.open(config(tmp_path)) as neighbour:
-            await store.put(KEYS[:3], payloads[:3], durable=True)
-            await neighbour.reset()
-            assert counted(tmp_path)[0] == 3
 
 
 async def strays(tmp_path: Path) -> Path:

@@ -200,7 +200,7 @@ def lane_folders(
     """
     lanes = []
     for folder in namespace.iterdir():
-        match = re.fullmatch(r"lane-(\d{1,4})", folder.name)
+        match = re.fullmatch("lane-(0|[1-9][0-9]{0,3})", folder.name)
         if not match:
             continue
         try:
@@ -247,7 +247,7 @@ def newest_told(namespace: Path, trust: Trust = ANYBODYS) -> tuple[int, Path]:
     """The newest epoch that an owner of a lane has told, and whose folder that is.
 
     It is 0, of the namespace's folder, if none has. Nobody has been in a newer one, unless
-    lanes are gone or of a version that did not tell. May block.
+    lanes are gone. May block.
 
     Raises:
         OSError: if the folder cannot be listed.

@@ -58,7 +58,7 @@ def layout_of(slots: Sequence[int], segments: int, geometry: Geometry) -> LaneLa
 
 def lane_layout(
     folder: Path,
-    namespace: str | None,
+    namespace: str,
     epochs: Collection[int],
     without: Collection[Path] = (),
 ) -> LaneLayout:
@@ -67,7 +67,7 @@ def lane_layout(
     Segments that cannot be read, or are of another namespace, are left out.
 
     Args:
-        namespace: its digest, None if that is not known.
+        namespace: its digest.
         epochs: chunks of others do not count.
         without: segments that are left out, too.
     """
@@ -79,7 +79,7 @@ def lane_layout(
             header, live, _ = read_index(path)
         except (ForeignFileError, OSError):
             continue
-        if path in without or (namespace is not None and header.namespace != namespace):
+        if path in without or header.namespace != namespace:
             continue
         geometry = geometry or header.geometry
         segments += 1

@@ -48,7 +48,6 @@ class Recovered:
         foreign_bytes: what they take of the disk.
         faults: segments that cannot be used or were cut short, and records that were
             neither empty nor valid.
-        removed: names of leftovers and surplus segments that were removed.
         unreadable: chunks that are sealed with keys that are not known; their slots are free.
     """
 
@@ -59,7 +58,6 @@ class Recovered:
     foreign: list[Fault]
     foreign_bytes: int
     faults: list[Fault]
-    removed: list[str]
     unreadable: int
 
     @property
@@ -112,7 +110,7 @@ def recover(
         epoch: chunks of other epochs are left out; without one, all are kept.
         sealer: chunks that it has no key for are left out.
     """
-    removed = remove_leftovers(folder)
+    remove_leftovers(folder)
     found: dict[int, _Found] = {}
     with ExitStack() as opened:
         opened.callback(_close, found)
@@ -141,7 +139,6 @@ def recover(
                 finally:
                     with contextlib.suppress(OSError):
                         segment.close()
-                removed.append(segment.path.name)
         newest = max((one.newest for one in found.values()), default=0)
         if epoch is not None and newest > epoch:
             raise _lost(folder, newest, epoch)
@@ -168,7 +165,6 @@ def recover(
             foreign + unusable,
             _bytes_of(foreign + unusable, geometry.file_bytes),
             unusable + faults,
-            removed,
             sum(one.unreadable for one in found.values()),
         )
         opened.pop_all()

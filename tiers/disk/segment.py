@@ -74,7 +74,6 @@ class Segment:
     ) -> None:
         self.number = number
         self.path = path
-        self.header = header
         self.geometry = header.geometry
         self.seed = segment_seed(header.segment_id)
         self.epoch = 0
@@ -316,21 +315,14 @@ def is_probe(path: Path) -> bool:
     return bool(_PROBE.fullmatch(path.name)) and path.is_file() and not path.is_symlink()
 
 
-def remove_leftovers(folder: Path) -> list[str]:
-    """Remove what a process left that was killed: unfinished segments and probes.
-
-    Returns:
-        Their names.
-    """
-    removed = []
+def remove_leftovers(folder: Path) -> None:
+    """Remove what a process left that was killed: unfinished segments and probes."""
     for path in folder.iterdir():
         if _TEMPORARY.fullmatch(path.name):
             # Only files are leftovers of a process; one that cannot be removed counts as foreign.
             with contextlib.suppress(OSError):
                 if stat.S_ISREG(path.lstat().st_mode):
                     path.unlink()
-                    removed.append(path.name)
-    return removed
 
 
 def _write_in_place(fd: int) -> None:

@@ -68,13 +68,9 @@ class UnownedLanes:
 
     The oldest go first, and in each the segment that was written longest ago; those of the
     namespace of `own` go last. What fails the checks of `trust` is left alone.
-
-    Attributes:
-        removed: segments removed by this process.
     """
 
     def __init__(self, own: Lane, trust: Trust) -> None:
-        self.removed = 0
         self._own = own
         self._trust = trust
         self._spare: deque[_Spare] = deque()
@@ -172,7 +168,6 @@ class UnownedLanes:
                 remove_file(one.path, fd)
             finally:
                 os.close(fd)
-        self.removed += 1
         self._told_stuck.discard(folder)
         if folder not in self._told:
             self._told.add(folder)

@@ -67,8 +67,6 @@ class DirectoryClient:
         ages: whether a value that is read counts as new, for those who remove the oldest.
     """
 
-    complaint: str | None = None
-
     def __init__(self, mount: Mount, *, ages: bool = False) -> None:
         self._mount = mount
         self._ages = ages

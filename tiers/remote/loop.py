@@ -11,10 +11,9 @@ import os
 import threading
 from collections import deque
 from collections.abc import Callable, Coroutine, Iterable
-from functools import partial
 from typing import Any, TypeVar
 
-from kvstore.concurrency import LoopThread, outlast, start_thread
+from kvstore.concurrency import Daemons, LoopThread, outlast
 from kvstore.errors import KVStoreError
 from kvstore.tiers.remote.client import StoreError
 
@@ -133,30 +132,25 @@ def in_thread(call: Callable[[], _T], nice: int = 0) -> asyncio.Future[_T]:
     Raises:
         StoreError: if the system gives no more threads.
     """
-    loop = asyncio.get_running_loop()
-    ended: asyncio.Future[_T] = loop.create_future()
-    # Mark the exception as retrieved, as the caller may not wait any more.
-    ended.add_done_callback(lambda _: ended.cancelled() or ended.exception())
 
-    def work() -> None:
-        tell: Callable[[], None]
+    def work() -> _T:
         if nice:
             # On Linux a thread has a priority of its own; elsewhere this may be refused.
             with contextlib.suppress(OSError):
                 os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), nice)
         try:
-            tell = partial(ended.set_result, call())
-        except StoreError as error:
-            tell = partial(ended.set_exception, error)
+            return call()
+        except StoreError:
+            raise
         except Exception as error:
-            tell = partial(ended.set_exception, StoreError(repr(error)))
-        with contextlib.suppress(RuntimeError):
-            loop.call_soon_threadsafe(lambda: None if ended.done() else tell())
+            raise StoreError(repr(error)) from error
 
     try:
-        start_thread(threading.Thread(target=work, name="kvstore-client", daemon=True))
+        ended = asyncio.wrap_future(Daemons("kvstore-client").submit(work))
     except KVStoreError as error:
         raise StoreError(str(error)) from None
+    # Mark the exception as retrieved, as the caller may not wait any more.
+    ended.add_done_callback(lambda _: ended.cancelled() or ended.exception())
     return ended
 
 

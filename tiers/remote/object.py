@@ -221,8 +221,6 @@ def _check_endpoint(name: str, address: str) -> None:
 class _Client:
     """Client of an object store: see `ListingClient`."""
 
-    complaint: str | None = None
-
     def __init__(self, store: Any) -> None:
         self._store = store
         self._free = asyncio.Semaphore(CONNECTIONS)

@@ -21,6 +21,8 @@ from collections.abc import Callable, Coroutine, Sequence
 from functools import partial
 from typing import Any, TypeVar
 
+from kvstore.concurrency import Daemons, outlast
+from kvstore.errors import KVStoreError
 from kvstore.tiers.base import Tier, Transfer, error_of
 from kvstore.tiers.coding import Coder
 from kvstore.tiers.disk.digest import digest
@@ -253,7 +255,14 @@ class StoreTier(Tier):
     async def close(self, coldest_first: Sequence[tuple[bytes, int]]) -> None:
         with contextlib.suppress(StoreError):
             await self._loop.run(self._close())
-        self._loop.end()
+        try:
+            # A client that ends slowly holds up nobody's loop.
+            ending = Daemons("kvstore-store").submit(self._loop.end)
+        except KVStoreError:
+            # No thread can be started any more, as when the interpreter ends.
+            self._loop.end()
+        else:
+            await outlast(asyncio.wrap_future(ending))
 
     def detach(self) -> None:
         self._loop.cancel_all()

@@ -87,11 +87,6 @@ class TierView(ABC):
         """The tier itself if this process assigns its slots."""
         return None
 
-    @property
-    def copies_ended(self) -> int:
-        """How many of `copies_queued` have arrived or will not arrive."""
-        return 0
-
     # -- moves -------------------------------------------------------------------------
 
     def promoted(self, keys: Sequence[bytes]) -> None:
@@ -123,14 +118,18 @@ class TierView(ABC):
 
     def reset(self) -> None:
         """Forget everything, and do not use the tier until it is cleared."""
-        self.index.reset()
+        self._forget_all()
         self._clears = True
         self._clearing.close()
 
     def close(self) -> None:
         """Forget everything and stop using the tier; the chunks on it stay as they are."""
-        self.index.reset()
+        self._forget_all()
         self.health.close()
+
+    def _forget_all(self) -> None:
+        self.index.reset()
+        self._queues.clear()
 
     # -- clearing ----------------------------------------------------------------------
 
@@ -263,6 +262,7 @@ class CopyTarget(TierView):
 
     @property
     def copies_ended(self) -> int:
+        """How many of `copies_queued` have arrived or will not arrive."""
         return self.copies_queued - self.unsaved
 
     def enqueue(self, keys: Sequence[bytes], owner: int = 0) -> None:
@@ -292,14 +292,6 @@ class CopyTarget(TierView):
         entries, writing = self.entries, self.index.writing
         lacking = [chunk for chunk in chunks if chunk.key not in entries]
         return [chunk for chunk in lacking if chunk.key not in writing] if writing else lacking
-
-    def reset(self) -> None:
-        super().reset()
-        self._queues.clear()
-
-    def close(self) -> None:
-        super().close()
-        self._queues.clear()
 
 
 class Unordered(EvictionPolicy):

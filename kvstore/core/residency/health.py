@@ -64,17 +64,8 @@ class InFlight:
             self.asks.add(now - started)
         return started
 
-    @property
-    def reading_since(self) -> float | None:
-        """When the first move under way that fills host memory was handed out."""
-        return self._first_of(Op.PROMOTE)
-
-    @property
-    def writing_since(self) -> float | None:
-        """When the first move under way that copies to the tier or grows it was handed out."""
-        return self._first_of(Op.CASCADE, Op.GROW)
-
-    def _first_of(self, *ops: Op) -> float | None:
+    def since(self, *ops: Op) -> float | None:
+        """Return when the first move under way that does one of these was handed out."""
         return next((started for move, started in self._moves.values() if move.op in ops), None)
 
 
@@ -303,14 +294,13 @@ class Health:
             )
             messages.append(self._line("stalled", text, seconds=self._silent))
         if writing or self.slow:
-            self._watch_writing(
-                now, deadline, in_flight.writing_since if writing else None, messages
-            )
+            since = in_flight.since(Op.CASCADE, Op.GROW) if writing else None
+            self._watch_writing(now, deadline, since, messages)
         # How long the first chunk took says little of how long a thousand take.
         measured = reading <= MOST_EXTRAPOLATED * self.pace.chunks
         self.congested = measured and reading * self.pace.per_chunk > max_wait
         # Moves that ended in this step count by their pace, and may still have to be taken in.
-        since = in_flight.reading_since if reading and not heard else None
+        since = in_flight.since(Op.PROMOTE) if reading and not heard else None
         if since is not None:
             since = max(since, self._measured)
         gives_up = self._compare(now, compute, reading, since, messages)

@@ -155,7 +155,7 @@ class Index:
                     self.policy.release((key,))
 
     def read_well(self, keys: Iterable[bytes]) -> None:
-        """Forget earlier failed reads of these entries, as they were read now."""
+        """Forget earlier failed reads of these entries, which were read now, or are gone."""
         if self._unread:
             for key in keys:
                 self._unread.pop(key, None)
@@ -289,7 +289,10 @@ class Index:
     def disappear(self, keys: Iterable[bytes]) -> None:
         """Remove chunks that others have removed, or whose entries were out of date."""
         pop = self.entries.pop
-        self.history.left([key for key in keys if pop(key, None) is not None])
+        gone = [key for key in keys if pop(key, None) is not None]
+        self.read_well(gone)
+        self.history.left(gone)
+        self.ages.forget(gone)
 
     def coldest_first(self) -> ColdestFirst:
         """Return the entries, coldest first."""

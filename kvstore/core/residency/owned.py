@@ -145,7 +145,10 @@ class OwnedTier(CopyTarget):
         """Note that these chunks were read and verified; an exclusive tier forgets them."""
         super().promoted(keys)
         if self.flow is Flow.EXCLUSIVE:
-            self.forget(keys)
+            # The policy hears of the use while the chunks are here, and loses ends of chains first.
+            tail_first = keys[::-1]
+            self.index.touch(tail_first)
+            self.forget(tail_first)
 
     def not_promoted(self, key: bytes, *, perhaps_whole: bool) -> None:
         """Note a failed read of the chunk, which is tried again a few times if it may be intact."""
@@ -176,7 +179,7 @@ class OwnedTier(CopyTarget):
         slots = self.slots
         if self.clearing:
             return self._clear(now)
-        if slots.wants_growth(now) and not self.health.stalled:
+        if slots.wants_growth(now) and not (self.health.stalled or self.health.closed):
             slots.begin_growth(now)
             return Move(-1, Op.GROW, self.number)
         # Records are not written while compaction reads them.
@@ -212,8 +215,8 @@ class OwnedTier(CopyTarget):
 
     @property
     def surplus(self) -> int:
-        """Number of segments that are to be emptied."""
-        return self.slots.surplus + self.compactor.rewrites
+        """Number of segments that are to be emptied; a closed tier is left as it is."""
+        return 0 if self.health.closed else self.slots.surplus + self.compactor.rewrites
 
     def upkeep_ended(self, move: Move, completion: Completion, now: float, overtaken: bool) -> bool:
         """Take in the end of a move of `due` or `compaction`, which a reset may have overtaken.

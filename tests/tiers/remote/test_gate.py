@@ -180,6 +180,42 @@ async def test_a_store_that_hangs_fails_the_calls_that_wait_for_it_at_once() -> 
         region.close()
 
 
+async def test_a_client_that_ends_slowly_holds_up_nobody() -> None:
+    class Slow:
+        def __init__(self) -> None:
+            self.listening = asyncio.get_running_loop().create_task(self._listen())
+
+        async def _listen(self) -> None:
+            try:
+                await asyncio.sleep(TOO_LONG)
+            finally:
+                await asyncio.sleep(0.5)
+
+        async def exists(self, names: Sequence[str]) -> list[bool]:
+            return [False] * len(names)
+
+        async def close(self) -> None:
+            return
+
+    class SlowTier(StoreTier):
+        address = "slow"
+
+        def connect(self) -> Any:
+            return Slow()
+
+    tier = SlowTier(TierPlace("n", {"model": "m"}, 4096), timeout_s=0.3)
+    region = PinnedRegion.private(2, 4096)
+    tier.open(region)
+    assert (await tier.holds([b"key"])).error is None
+    beats = 0
+    closing = asyncio.create_task(tier.close([]))
+    while not closing.done():
+        await asyncio.sleep(0.01)
+        beats += 1
+    region.close()
+    assert beats >= 10
+
+
 async def test_places_for_records_are_used_again() -> None:
     beside = Beside(2)
     payloads = [memoryview(bytearray(64)), memoryview(bytearray(64))]

@@ -25,7 +25,7 @@ from typing import Protocol
 
 from kvstore.tiers.disk.digest import address
 from kvstore.tiers.disk.io.base import IORequest, Later, Moved, UnderWay
-from kvstore.tiers.disk.io.direct import DirectIO
+from kvstore.tiers.disk.io.buffered import DirectIO
 from kvstore.types import about
 
 try:

@@ -13,8 +13,7 @@ from pathlib import Path
 from kvstore.errors import ConfigError
 from kvstore.tiers.disk.io.aio import AioIO
 from kvstore.tiers.disk.io.base import NO_ROOM, IOBackend, IORequest
-from kvstore.tiers.disk.io.buffered import BufferedIO
-from kvstore.tiers.disk.io.direct import DirectIO
+from kvstore.tiers.disk.io.buffered import BufferedIO, DirectIO
 from kvstore.tiers.disk.io.mapped import MappedIO
 from kvstore.tiers.disk.io.portable import PortableIO
 from kvstore.types import about
