@@ -14,12 +14,14 @@ from __future__ import annotations
 
 import argparse
 import json
+import multiprocessing
 import os
 import random
 import subprocess
 import sys
 import tempfile
 import time
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
@@ -57,52 +59,49 @@ def reference(folder: Path) -> None:
     (folder / "reference.json").write_text(json.dumps(sorted(server.run())))
 
 
-def neighbour(folder: Path) -> None:
-    """Does what it is told on standard input: "reset", or seeds to complete."""
-    # vLLM's log goes where nobody waits for an answer.
-    out = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)
+def neighbour(folder: Path, told: Connection) -> None:
+    """Does what it is told: "reset", or to complete the prompts of seeds."""
+    log = os.open(folder / "neighbour.log", os.O_WRONLY | os.O_CREAT, 0o600)
+    for number in (1, 2):
+        os.dup2(log, number)
     server = started(folder, folder / "cache", random.Random(1))
-    print("ready", file=out, flush=True)
-    for line in sys.stdin:
+    told.send("ready")
+    while True:
+        what = told.recv()
         done: Completed = []
-        if line.strip() == "reset":
+        if what == "reset":
             server.reset()
         else:
-            for seed in json.loads(line):
+            for seed in what:
                 ask(server, seed)
             done = server.run()
             server.drain()
-        print(json.dumps(done), file=out, flush=True)
+        told.send(done)
 
 
 class Neighbour:
-    """The other engine, from here."""
+    """The other engine, from here: a fork, which does not import again what is imported."""
 
     def __init__(self, folder: Path) -> None:
-        self._process = subprocess.Popen(
-            [sys.executable, __file__, "--neighbour", str(folder)],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=(folder / "neighbour.log").open("w"),
-            text=True,
-        )
+        context = multiprocessing.get_context("fork")
+        self._its, its = context.Pipe()
+        self._process = context.Process(target=neighbour, args=(folder, its), daemon=True)
+        self._process.start()
+        # Whoever reads from one that has ended is told so.
+        its.close()
 
     def begun(self) -> None:
-        """Wait until it serves."""
-        assert self._process.stdout is not None
-        assert self._process.stdout.readline() == "ready\n", "see neighbour.log"
+        """Wait until it serves. EOFError: it has ended, see neighbour.log."""
+        assert self._its.recv() == "ready"
 
-    def tell(self, what: str) -> Completed:
-        assert self._process.stdin is not None
-        assert self._process.stdout is not None
-        print(what, file=self._process.stdin, flush=True)
-        done: Completed = json.loads(self._process.stdout.readline())
+    def tell(self, what: str | list[int]) -> Completed:
+        self._its.send(what)
+        done: Completed = self._its.recv()
         return done
 
     def end(self) -> None:
         self._process.kill()
-        self._process.wait()
+        self._process.join()
 
 
 def trial(
@@ -121,7 +120,7 @@ def trial(
     if not first:
         time.sleep(0.1)
         other.tell("reset")
-    done += other.tell(json.dumps(shared))
+    done += other.tell(shared)
     # The neighbour's chunks are seen after half a second.
     time.sleep(rng.choice((0.0, 0.6, 0.8)))
     # Steps with something to do, in which it hears of them.
@@ -142,13 +141,9 @@ def main() -> int:
         "--right", metavar="FILE", help="the right tokens, as [seed, tokens], computed before"
     )
     parser.add_argument("--reference", metavar="FOLDER")
-    parser.add_argument("--neighbour", metavar="FOLDER")
     options = read_options(parser, resets=2)
     if options.reference:
         reference(Path(options.reference))
-        return 0
-    if options.neighbour:
-        neighbour(Path(options.neighbour))
         return 0
     with tempfile.TemporaryDirectory(prefix="kvstore-reset-") as name:
         folder = Path(name)
