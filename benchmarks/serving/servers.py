@@ -110,14 +110,18 @@ class Server:
                 "kv_connector_extra_config": extra,
             }
             command += ["--kv-transfer-config", json.dumps(connector)]
-        with log.open("w") as output:
-            self._process = subprocess.Popen(
-                [*wrap, *command],
+        self._process = self._started([*wrap, *command])
+
+    def _started(self, command: list[str]) -> subprocess.Popen[bytes]:
+        """The process of a command, in a session of its own."""
+        with self.log.open("w") as output:
+            return subprocess.Popen(
+                command,
                 stdout=output,
                 stderr=subprocess.STDOUT,
                 stdin=subprocess.DEVNULL,
                 env={**os.environ, **ENVIRONMENT},
-                cwd=log.parent,
+                cwd=self.log.parent,
                 start_new_session=True,
             )
 

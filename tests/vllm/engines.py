@@ -9,6 +9,7 @@ depends on the order of sets.
 from __future__ import annotations
 
 import contextlib
+import importlib.util
 import json
 import os
 import signal
@@ -20,15 +21,18 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from benchmarks.serving.servers import ENVIRONMENT as SERVING
+from benchmarks.serving.servers import Server
 from tests.vllm.launcher import Child, Launcher
 
-ROUNDS = Path(__file__).resolve().parents[2] / "examples" / "rounds.py"
+ROOT = Path(__file__).resolve().parents[2]
+ROUNDS = ROOT / "examples" / "rounds.py"
 
 ONE_PROCESS = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
 """Scheduler and worker in the process that asks: an engine that starts faster."""
 
 FORKED = {"KVSTORE_FORKED": "1"}
-"""The processes that an engine starts import nothing; the ones of `vllm serve` are not forked."""
+"""The processes that an engine starts are forks, too, and import nothing."""
 
 SHARED_CORES = {"OMP_WAIT_POLICY": "PASSIVE"}
 """Threads that wait for others sleep: another engine may need the cores."""
@@ -213,6 +217,34 @@ def run_script(
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
         process.wait()
+
+
+class ForkedServer(Server):
+    """vLLM's API server in a fork of a launcher; its engine is a fork of that.
+
+    Args:
+        environment: what its environment has besides this process's.
+
+    The others: see `Server`.
+    """
+
+    def __init__(self, *told: Any, environment: dict[str, str] | None = None, **more: Any) -> None:
+        self._more = environment or {}
+        super().__init__(*told, **more)
+
+    def _started(self, command: list[str]) -> Any:
+        _, _, module, *arguments = command
+        place = importlib.util.find_spec(module)
+        assert place is not None
+        assert place.origin is not None
+        environment = {**SERVING, **with_root(), **FORKED, **self._more}
+        return start_script(Path(place.origin), arguments, self.log.parent, self.log, environment)
+
+
+def with_root() -> dict[str, str]:
+    """An environment in which `benchmarks` and `tests` are found."""
+    inherited = filter(None, [os.environ.get("PYTHONPATH"), str(ROOT)])
+    return {"PYTHONPATH": os.pathsep.join(inherited)}
 
 
 def run_engine(

@@ -138,6 +138,12 @@ class Child:
             self._status = int(self._launcher.answer(timeout))
         return self._status
 
+    def poll(self) -> int | None:
+        """Its exit status; None: it still runs."""
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self.wait(0)
+        return self._status
+
 
 def _early(name: str) -> bool:
     return name.startswith(READ_AT_START) and name != "PYTHONPATH"

@@ -16,6 +16,7 @@ from benchmarks.serving.servers import BLOCK, Server, offload
 from examples.tiny_model import write_model
 from tests.faults.conftest import FaultyDisk, faulty
 from tests.patience import until
+from tests.vllm.engines import ForkedServer
 
 __all__ = ["faulty"]
 
@@ -53,16 +54,15 @@ def complete(server: Server, first: int) -> list[int]:
 
 
 def test_a_server_over_a_disk_that_hangs_sleeps_wakes_and_ends_in_time(
-    tmp_path: Path, faulty: FaultyDisk, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, faulty: FaultyDisk
 ) -> None:
-    monkeypatch.setenv("VLLM_SERVER_DEV_MODE", "1")
     write_model(tmp_path / "model")
     extra = offload("kvstore", 64 * 2**20, 256 * 2**20, faulty.path / "cache")
     assert extra is not None
     extra |= {"shutdown_timeout_s": DRAIN, "recompute_s": 0}
     extra["tiers"][0] |= {"io": "buffered", "segment_bytes": "16MiB"}
     log = tmp_path / "log"
-    server = Server(
+    server = ForkedServer(
         "kvstore",
         tmp_path / "model",
         log,
@@ -70,6 +70,7 @@ def test_a_server_over_a_disk_that_hangs_sleeps_wakes_and_ends_in_time(
         device_blocks=64,
         max_tokens=16 * BLOCK,
         more=("--shutdown-timeout", "60"),
+        environment={"VLLM_SERVER_DEV_MODE": "1"},
     )
     try:
         server.wait_until_up()

@@ -28,6 +28,7 @@ from examples.tiny_model import kv_bytes_per_token, write_model
 from kvstore.observe.metrics.table import METRICS
 from kvstore.tools.top import Snapshot, scrape, tables
 from kvstore.vllm.metrics_report import full_name
+from tests.vllm.engines import ForkedServer
 from tests.vllm.spans import SpanSink
 
 CHUNK = BLOCK * kv_bytes_per_token()
@@ -37,7 +38,10 @@ LOADED = (f"{NAME}loaded_host_chunks_total", "")
 TALK = Talk(2, conversations=8, turns=2, first=256, grows=128)
 """As much as the disk holds: conversations of 12 chunks."""
 
-ENVIRONMENT = ["OTEL_EXPORTER_OTLP_TRACES_PROTOCOL=http/protobuf", "OTEL_BSP_SCHEDULE_DELAY=200"]
+ENVIRONMENT = {
+    "OTEL_EXPORTER_OTLP_TRACES_PROTOCOL": "http/protobuf",
+    "OTEL_BSP_SCHEDULE_DELAY": "200",
+}
 """Of OpenTelemetry's SDK: how spans are sent, and after how many milliseconds."""
 
 TRACE, PARENT = "0123456789abcdef0123456789abcdef", "fedcba9876543210"
@@ -164,14 +168,14 @@ def seen(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Seen]:
     subscriber.subscribe("kv")
     subscriber.connect(endpoint)
     seen = Seen(folder / "server.log")
-    server = Server(
+    server = ForkedServer(
         "kvstore",
         model,
         seen.log,
         extra,
         device_blocks=40,
         max_tokens=640,
-        wrap=["env", *ENVIRONMENT],
+        environment=ENVIRONMENT,
         more=["--kv-events-config", json.dumps(events), "--otlp-traces-endpoint", seen.spans.url],
     )
     try:

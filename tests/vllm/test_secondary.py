@@ -22,11 +22,17 @@ from kvstore.vllm.engine import building
 from tests.exported import Exported
 from tests.patience import PATIENCE
 from tests.vllm import parts
-from tests.vllm.engines import ENGINE_SECONDS, ONE_PROCESS, Run, run_engine, start_script
+from tests.vllm.engines import (
+    ENGINE_SECONDS,
+    ONE_PROCESS,
+    ROOT,
+    Run,
+    run_engine,
+    start_script,
+    with_root,
+)
 from tests.vllm.parts import make_spec
 from tests.vllm.tiering import CHUNK, SLOTS, Server, key_of, keys_of, options, segment_bytes
-
-ROOT = Path(__file__).resolve().parents[2]
 
 
 def command(*arguments: str) -> subprocess.CompletedProcess[str]:
@@ -37,12 +43,6 @@ def command(*arguments: str) -> subprocess.CompletedProcess[str]:
         check=False,
         env={**os.environ, "PYTHONPATH": str(ROOT)},
     )
-
-
-def with_root() -> dict[str, str]:
-    """An environment in which `benchmarks` and `tests` are found."""
-    inherited = filter(None, [os.environ.get("PYTHONPATH"), str(ROOT)])
-    return {"PYTHONPATH": os.pathsep.join(inherited)}
 
 
 def segments(path: Path) -> list[Path]:
