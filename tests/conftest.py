@@ -35,9 +35,10 @@ ast.parse = _parse_again
 
 ENGINES = ["engine", "policies", "reset", "identity", "hints", "pause", "launcher"]
 MORE_ENGINES = ["identity_matrix", "turmoil", "shapes", "secondary", "remote"]
+SELDOM = ["observed", "hybrid", "hanging_disk", "control", "gate", "tenants", "worker"]
 if "KVSTORE_VLLM" not in os.environ:
     # Where all else runs, too, the other worker has enough to do, and needs no launchers.
-    ENGINES += MORE_ENGINES
+    ENGINES += [*MORE_ENGINES, *SELDOM]
 ENGINES = [f"tests/vllm/test_{name}.py" for name in ENGINES]
 """They share launchers, and some of them an engine to compare with: one worker runs them all."""
 

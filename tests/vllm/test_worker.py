@@ -6,8 +6,7 @@ import dataclasses
 import logging
 import os
 import random
-import subprocess
-import sys
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -18,6 +17,8 @@ torch = pytest.importorskip("torch")
 pytest.importorskip("vllm")
 
 from kvstore.errors import ConfigError  # noqa: E402
+from tests.patience import until  # noqa: E402
+from tests.vllm.engines import start_script, with_root  # noqa: E402
 from tests.vllm.parts import make_spec, offloading_config  # noqa: E402
 
 
@@ -114,7 +115,7 @@ def test_a_kv_cache_larger_than_announced_is_refused() -> None:
 # -- where workers and the scheduler meet --------------------------------------------------------
 
 WORKER = """
-import sys, time
+import signal, sys
 from types import SimpleNamespace
 from kvstore.vllm import KVStoreOffloadingSpec
 from tests.vllm.parts import engine_like, offloading_config
@@ -124,7 +125,7 @@ config = offloading_config({"cpu_bytes_to_use": "1MiB"}, 256, sys.argv[1])
 parallel = SimpleNamespace(distributed_executor_backend="ray")
 worker = KVStoreOffloadingSpec(config, engine_like(parallel=parallel)).get_worker(caches(256))
 print("ready", flush=True)
-sys.stdin.readline()
+signal.pause()
 """
 
 
@@ -139,24 +140,23 @@ def caches(page: int) -> Any:
     return CanonicalKVCaches([tensor], [[CanonicalKVCacheRef(0, page)]])
 
 
-def test_the_only_worker_of_a_ray_cluster_shares_its_memory_with_the_scheduler() -> None:
+def test_the_only_worker_of_a_ray_cluster_shares_its_memory_with_the_scheduler(
+    tmp_path: Path,
+) -> None:
     """It has a process of its own, whose name does not say so."""
     from kvstore.vllm import KVStoreOffloadingSpec
 
-    engine = f"ray-{os.getpid()}"
-    with subprocess.Popen(
-        [sys.executable, "-c", WORKER, engine],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-    ) as worker:
-        try:
-            assert worker.stdout is not None
-            assert "ready\n" in iter(worker.stdout.readline, "")
-            config = offloading_config({"cpu_bytes_to_use": "1MiB"}, 256, engine)
-            KVStoreOffloadingSpec(config).get_manager().shutdown()
-        finally:
-            worker.kill()
+    engine, script, log = f"ray-{os.getpid()}", tmp_path / "worker.py", tmp_path / "log.txt"
+    script.write_text(WORKER)
+    log.touch()
+    worker = start_script(script, [engine], tmp_path, log, with_root())
+    try:
+        until(lambda: worker.poll() is not None or "ready\n" in log.read_text(), log.read_text)
+        config = offloading_config({"cpu_bytes_to_use": "1MiB"}, 256, engine)
+        KVStoreOffloadingSpec(config).get_manager().shutdown()
+    finally:
+        os.kill(worker.pid, signal.SIGKILL)
+        worker.wait()
 
 
 def test_pipeline_stages_with_different_numbers_of_layers_are_refused_by_their_name() -> None:
