@@ -5,11 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import pytest
-
 from benchmarks.random_model import write_model
 from examples.rounds import LLAMA
-from tests.vllm.engines import FORKED, ONE_PROCESS, Round, Run, run_engine
+from tests.vllm.engines import FORKED, ONE_PROCESS, Round, run_engine
 
 SMALL = {
     "hidden_size": 256,
@@ -22,33 +20,38 @@ SMALL = {
 
 PROMPTS = [[seed, 300] for seed in range(4)]
 
-CANONICAL = {"canonical_layout": True}
+OTHERS = [[seed, 300] for seed in range(4, 8)]
+
 FOUND = [256] * 4
 """Of 300 tokens: whole chunks of two blocks of 32."""
 
 
+def asked(name: str, prompts: list[list[int]] = PROMPTS, **more: Any) -> dict[str, Any]:
+    return {"name": name, "prompts": prompts, **more}
+
+
 def engine(
-    folder: Path, workers: int, names: list[str], kvstore: dict[str, Any] | None, launcher: int = 0
-) -> Run:
-    """Rounds of the same prompts on so many tensor parallel workers; kvstore with a disk."""
-    if kvstore is not None:
-        disk = {"type": "disk", "path": str(folder / "cache"), "capacity_bytes": "256MiB"}
-        tiers = [{**disk, "segment_bytes": "34MiB"}]
-        kvstore = {
-            "cpu_bytes_to_use": "64MiB",
-            "blocks_per_chunk": 2,
-            "tiers": tiers,
-            **kvstore,
-        }
-    rounds: list[dict[str, Any]] = [{"name": name, "prompts": PROMPTS} for name in names]
-    if workers > 1 and "cold" in names:
-        # Time to copy what the last request has stored.
-        rounds[-1]["pause"] = 2.0
-    shape = {"load_format": "auto", "dtype": "float32", "tensor_parallel_size": workers}
+    folder: Path,
+    workers: int,
+    rounds: list[dict[str, Any]],
+    *,
+    launcher: int = 0,
+    offload: bool = True,
+) -> dict[str, Round]:
+    """Rounds of prompts on so many tensor parallel workers; kvstore with a disk."""
+    disk = {"type": "disk", "path": str(folder / "cache"), "capacity_bytes": "256MiB"}
+    kvstore = {
+        "cpu_bytes_to_use": "64MiB",
+        "blocks_per_chunk": 2,
+        "canonical_layout": True,
+        "tiers": [{**disk, "segment_bytes": "34MiB"}],
+    }
     scenario = {
         "config": SMALL,
-        "engine": shape,
-        "kvstore": kvstore,
+        "engine": {"load_format": "auto", "dtype": "float32", "tensor_parallel_size": workers},
+        "kvstore": kvstore if offload else None,
+        # Two workers wait for each other many times for each.
+        "max_tokens": 4,
         "rounds": rounds,
     }
     environment = ONE_PROCESS
@@ -57,51 +60,27 @@ def engine(
         # not run for seconds. vLLM kills an engine in a process of its own unless it ends within
         # five, whatever it still has to copy; one in the process that asks has its time.
         environment = {"VLLM_CPU_OMP_THREADS_BIND": "0|1", **FORKED, **ONE_PROCESS}
-    return run_engine(folder / "run", scenario, environment, launcher=launcher)
+    return run_engine(folder / "run", scenario, environment, launcher=launcher).rounds
 
 
-@pytest.fixture(scope="module")
-def tokens(tmp_path_factory: pytest.TempPathFactory) -> list[list[int]]:
-    """What the model answers without offload."""
-    folder = tmp_path_factory.mktemp("without")
-    write_model(folder / "run" / "tiny-model", {**LLAMA, **SMALL})
-    answers = engine(folder, 1, ["each"], None).rounds["each"].tokens
-    assert len({tuple(answer) for answer in answers}) == len(answers)
-    return answers
-
-
-def test_what_one_worker_has_stored_two_find_with_a_canonical_layout(
-    tmp_path: Path, tokens: list[list[int]]
+def test_with_a_canonical_layout_one_worker_and_two_find_what_the_other_has_stored(
+    tmp_path: Path,
 ) -> None:
+    """Without it they share nothing: see `test_layout.py`."""
     write_model(tmp_path / "run" / "tiny-model", {**LLAMA, **SMALL})
-    first = engine(tmp_path, 1, ["cold", "host"], CANONICAL).rounds
-    check_that_all_is_found(
-        first, engine(tmp_path, 2, ["disk", "host"], CANONICAL, 1).rounds, tokens
-    )
-    assert len(list((tmp_path / "cache").iterdir())) == 1
-
-
-def test_without_it_two_shapes_share_nothing_and_with_it_one_worker_finds_what_two_have_stored(
-    tmp_path: Path, tokens: list[list[int]]
-) -> None:
-    write_model(tmp_path / "run" / "tiny-model", {**LLAMA, **SMALL})
-    engine(tmp_path, 1, ["cold"], {})
-    other = engine(tmp_path, 2, ["disk"], {}, 1)
-    assert "differs in group.0.num_kv_heads, parallel, rank_bytes_per_block" in other.log
-    first = engine(tmp_path, 2, ["cold", "host"], CANONICAL).rounds
-    for found in (other.rounds["disk"], first["cold"]):
-        assert found.cached == [0] * 4
-        assert found.tokens == tokens
-    check_that_all_is_found(
-        first, engine(tmp_path, 1, ["disk", "host"], CANONICAL, 1).rounds, tokens
-    )
-
-
-def check_that_all_is_found(
-    first: dict[str, Round], again: dict[str, Round], tokens: list[list[int]]
-) -> None:
-    assert first["cold"].cached == [0] * 4
-    for found in (first["host"], again["disk"], again["host"]):
+    plain = [asked("one"), asked("other", OTHERS)]
+    right = engine(tmp_path, 1, plain, offload=False)
+    tokens = {name: found.tokens for name, found in right.items()}
+    assert len({str(answer) for its in tokens.values() for answer in its}) == 8
+    first = engine(tmp_path, 1, [asked("cold"), asked("host")])
+    # Time to copy what the last request has stored.
+    rounds = [asked("disk"), asked("host"), asked("cold", OTHERS, pause=2)]
+    two = engine(tmp_path, 2, rounds, launcher=1)
+    last = engine(tmp_path, 1, [asked("disk", OTHERS)])
+    assert first["cold"].cached == two["cold"].cached == [0] * 4
+    for found in (first["cold"], first["host"], two["disk"], two["host"]):
+        assert found.tokens == tokens["one"]
+    assert two["cold"].tokens == last["disk"].tokens == tokens["other"]
+    for found in (first["host"], two["disk"], two["host"], last["disk"]):
         assert found.cached == FOUND
-    for found in (*first.values(), *again.values()):
-        assert found.tokens == tokens
+    assert len(list((tmp_path / "cache").iterdir())) == 1
