@@ -168,6 +168,7 @@ def serve() -> None:
         with contextlib.suppress(ImportError):
             importlib.import_module(name)
     replace_kernels()
+    leave_uncompiled()
     # Some imports set variables for what comes after.
     added = {name: value for name, value in os.environ.items() if before.get(name) != value}
     # Children look through their own objects only.
@@ -197,6 +198,21 @@ def replace_kernels() -> None:
 
         CpuPlatform.register_triton_kernel_overrides()
         CpuPlatform.register_triton_kernel_overrides = classmethod(lambda cls: None)
+
+
+UNCOMPILED = (
+    ("vllm.v1.sample.sampler", "batched_count_greater_than"),
+    ("vllm.model_executor.layers.vocab_parallel_embedding", "get_masked_input_and_mask"),
+)
+"""What a request for log probabilities, and each of several workers, compiles when it begins."""
+
+
+def leave_uncompiled() -> None:
+    """Run some short functions as they are written: to compile them takes each child seconds."""
+    for module, name in UNCOMPILED:
+        with contextlib.suppress(ImportError, AttributeError):
+            its = importlib.import_module(module)
+            setattr(its, name, getattr(its, name)._torchdynamo_orig_callable)
 
 
 def keep_frozen() -> None:
