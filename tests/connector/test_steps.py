@@ -78,6 +78,7 @@ def test_copies_to_disk_go_on_while_the_server_is_idle(tmp_path: Path, told: boo
 def test_a_reset_amid_copies_reaches_the_disk_though_no_step_follows(
     tmp_path: Path, ends: bool, fails: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr("kvstore.core.residency.base.RETRY_PAUSE", 0.1)
     clear, failed = DiskTier.clear, threading.Event()
 
     async def fails_once(self: DiskTier) -> Any:

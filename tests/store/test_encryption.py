@@ -31,6 +31,13 @@ ALICE, BOB = tenant_keys("alice", KEYS[:10]), tenant_keys("bob", KEYS[:10])
 
 
 @pytest.fixture
+def soon(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Keys are looked at again, and what they do not open is noticed, without a pause."""
+    monkeypatch.setattr("kvstore.tiers.keys.LOOK_SECONDS", 0.01)
+    monkeypatch.setattr("kvstore.engine.engine.FOLLOW_SECONDS", 0.01)
+
+
+@pytest.fixture
 def keys_file(tmp_path: Path) -> Path:
     path = tmp_path / "keys.toml"
     for tenant in ("*", "alice", "bob"):
@@ -151,13 +158,13 @@ def forget(keys_file: Path, gets: str) -> list[bytes]:
     return [secret.id for secret in (*keys.get("alice", ()), *keys["*"])]
 
 
+@pytest.mark.usefixtures("soon")
 @pytest.mark.parametrize("flow", ["write-through", "demote", "exclusive"])
 @pytest.mark.parametrize("kind", ["disk", "store"])
 @pytest.mark.parametrize("gets", ["no key", "another key"])
 async def test_what_is_in_host_memory_of_a_tenant_that_is_forgotten_goes_nowhere(
     tmp_path: Path,
     keys_file: Path,
-    monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
     flow: str,
     kind: str,
@@ -166,7 +173,6 @@ async def test_what_is_in_host_memory_of_a_tenant_that_is_forgotten_goes_nowhere
     """She may be forgotten and get a key between two looks at the keys."""
     if (kind, flow) == ("store", "exclusive"):
         pytest.skip("a store is shared")
-    monkeypatch.setattr("kvstore.tiers.keys.LOOK_SECONDS", 0.01)
     its = config(tmp_path / "kv", keys_file)
     if kind == "store":
         its["tiers"] = [{"type": "object", "url": (tmp_path / "kv").as_uri()}]
@@ -191,13 +197,13 @@ async def test_what_is_in_host_memory_of_a_tenant_that_is_forgotten_goes_nowhere
         assert await contents(store, BOB) == payloads(BOB)
 
 
+@pytest.mark.usefixtures("soon")
 @pytest.mark.parametrize("kind", ["disk", "store"])
 @pytest.mark.parametrize("gets", ["no key", "another key"])
 async def test_what_is_being_written_when_a_tenant_is_forgotten_is_under_no_key_in_use(
     tmp_path: Path, keys_file: Path, monkeypatch: pytest.MonkeyPatch, kind: str, gets: str
 ) -> None:
     """A write may wait for its thread until the tenant's chunks have left host memory."""
-    monkeypatch.setattr("kvstore.tiers.keys.LOOK_SECONDS", 0.01)
     gate, waits = threading.Event(), threading.Event()
     seals: list[bytes] = []
     rings: list[Any] = []
@@ -229,10 +235,10 @@ async def test_what_is_being_written_when_a_tenant_is_forgotten_is_under_no_key_
         assert seals[-1][TAG_BYTES:][:ID_BYTES] == in_use[0]
 
 
+@pytest.mark.usefixtures("soon")
 async def test_a_running_store_takes_new_keys_and_drops_old_ones(
-    tmp_path: Path, keys_file: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, keys_file: Path
 ) -> None:
-    monkeypatch.setattr("kvstore.tiers.keys.LOOK_SECONDS", 0.01)
     path = tmp_path / "kv"
     async with kvstore.open(config(path, keys_file, chunk_bytes=8192)) as store:
         sizes = 8192

@@ -277,9 +277,14 @@ async def test_a_put_that_a_reset_overtakes_stores_no_more(
         assert (store.stats().chunks, store.stats().free_rows) == (0, 4)
 
 
+CLEARED_AGAIN = "kvstore.core.residency.base.RETRY_PAUSE"
+"""Seconds until a disk that could not be cleared is asked again."""
+
+
 async def test_a_reset_ends_also_when_the_disk_cannot_be_cleared_and_says_so(
     open_store: Open, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(CLEARED_AGAIN, 0.1)
     async with open_store(disk=32) as store:
         keys = keys_of("a", 2)
         await store.put(keys, payloads(keys))
@@ -296,6 +301,7 @@ async def test_a_reset_ends_also_when_the_disk_cannot_be_cleared_and_says_so(
 async def test_a_reset_that_was_not_waited_for_is_made_while_the_store_is_idle(
     open_store: Open, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(CLEARED_AGAIN, 0.1)
     async with open_store(disk=32) as store:
         await store.put(keys_of("a", 2), payloads(keys_of("a", 2)), durable=True)
 
