@@ -10,7 +10,7 @@ import pytest
 from examples.rounds import prompt
 from tests.vllm.engines import FORKED, Run, run_engine
 
-LENGTH = 512
+LENGTH = 256
 CHUNKS = LENGTH // 32
 CHUNK = 2 * 8 * 8 * 64 * 2 * 32
 """Bytes of one: keys and values, layers, heads, their size, 16 bits, tokens of a block."""
@@ -93,7 +93,7 @@ def test_nothing_stops_while_sizes_and_policies_change(run: Run) -> None:
     for name in ("smaller", "larger"):
         # What did not fit host memory came from the disk.
         assert run.rounds[name].cached == [LENGTH] * (len(OTHERS) + 1)
-    assert f"host: {ROWS // 2} chunks, 16.0 MiB of 32.0 MiB in use, arc" in run.log
+    assert f"host: {ROWS // 2} chunks, 8.0 MiB of 16.0 MiB in use, arc" in run.log
     assert "at most 512.0 MiB, fifo" in run.log
 
 

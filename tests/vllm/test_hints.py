@@ -10,7 +10,7 @@ import pytest
 from kvstore.core.hints import Hints, read_hints
 from tests.vllm.engines import FORKED, ONE_PROCESS, Run, run_engine
 
-LENGTH = 512
+LENGTH = 256
 CHUNK = 2 * 8 * 8 * 64 * 2 * 32
 """Bytes of one: keys and values, layers, heads, their size, 16 bits, tokens of a block."""
 CHUNKS = LENGTH // 32
