@@ -87,6 +87,7 @@ DRAFT = {"model": "draft", "method": "draft_model", "num_speculative_tokens": 2}
 ROPE = "config.rope_parameters"
 
 SETTINGS = [
+    Setting("theta", ROPE, rope(rope_type="default", rope_theta=500.0), other_tokens=True),
     Setting("yarn", ROPE, rope(**YARN), other_tokens=True),
     Setting("linear", ROPE, rope(rope_type="linear", factor=4.0), other_tokens=True),
     Setting("dynamic", ROPE, rope(**DYNAMIC), other_tokens=True),
