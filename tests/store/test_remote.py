@@ -220,10 +220,11 @@ async def test_a_store_that_is_away_is_a_miss_soon_and_serves_when_it_is_back(
                 await store.put(late, payloads(late))
 
 
+@pytest.mark.parametrize("how", ["stop", "freeze"])
 async def test_it_opens_and_closes_while_the_store_is_away(
-    tmp_path: Path, server: RedisServer
+    tmp_path: Path, server: RedisServer, how: str
 ) -> None:
-    server.freeze()
+    getattr(server, how)()
     began = time.monotonic()
     async with kvstore.open(host(tmp_path, server)) as store:
         await store.put(KEYS, payloads(KEYS))
