@@ -12,8 +12,6 @@ from typing import Any
 
 import pytest
 
-from benchmarks.random_model import SHARP, write_model
-from examples.rounds import GEMMA
 from tests.tiers.support import flip
 from tests.vllm.conftest import PROMPTS
 from tests.vllm.engines import FORKED, ONE_PROCESS, Run, SharedMemory, run_engine
@@ -220,27 +218,3 @@ def test_two_tensor_parallel_workers_share_the_rows_and_never_have_more(tmp_path
     # A process that is about to run another program holds it for a moment, too.
     assert memory.holders >= 3, "the scheduler's process and both workers hold it"
     assert size <= memory.peak <= 1.05 * size
-
-
-def test_a_hybrid_model_with_sliding_windows_hits_in_host_memory_and_on_disk(
-    tmp_path: Path,
-) -> None:
-    prompts = [[seed, 1024] for seed in range(2)]
-    write_model(tmp_path / "run" / "tiny-model", {**GEMMA, **SHARP})
-    scenario: dict[str, Any] = {
-        "model": "gemma",
-        "config": SHARP,
-        "engine": {"num_gpu_blocks_override": 1600, "load_format": "auto", "dtype": "float32"},
-        "kvstore": {"cpu_bytes_to_use": "256MiB", "tiers": disk(tmp_path / "cache")},
-    }
-    rounds = [{"name": "cold", "prompts": prompts}, {"name": "host", "prompts": prompts}]
-    first = run_engine(tmp_path / "run", {**scenario, "rounds": rounds}, ONE_PROCESS)
-    again = run_engine(
-        tmp_path / "run",
-        {**scenario, "rounds": [{"name": "disk", "prompts": prompts}]},
-        ONE_PROCESS,
-        launcher=1,
-    )
-    for found in (first.rounds["host"], again.rounds["disk"]):
-        assert found.tokens == first.rounds["cold"].tokens
-        assert min(found.cached) >= 1024 - 32
