@@ -83,7 +83,9 @@ class Workers:
     def start(self, rank: int) -> None:
         """Start a worker, in the place of the one of its rank."""
         server, folder = self._where
-        context = multiprocessing.get_context("spawn")
+        context = multiprocessing.get_context("forkserver")
+        # Torch is imported once.
+        context.set_forkserver_preload([__name__])
         ours, theirs = context.Pipe()
         process = context.Process(target=work, args=(theirs, server, rank, folder))
         process.start()
