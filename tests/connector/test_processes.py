@@ -184,7 +184,10 @@ def test_workers_without_a_place_are_refused(server: str | None, rank: Any, mess
         spec_of(server, rank)
 
 
-def test_a_second_worker_of_one_rank_is_not_taken_for_the_other(name: str) -> None:
+def test_a_second_worker_of_one_rank_is_not_taken_for_the_other(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("kvstore.tiers.rendezvous.TAKEN_SECONDS", 0.3)
     shape = RegionShape(8, 4096, 0)
     region = share_region(name, WORKERS, shape, 0, 3000)
     try:

@@ -272,19 +272,6 @@ async def test_a_chunk_is_an_array_or_a_tensor_of_a_type_and_a_shape(open_store:
         assert busy(store) == 0
 
 
-async def test_a_tensor_of_a_chunk_outlives_its_lease_with_its_bytes(open_store: Open) -> None:
-    async with open_store(rows=4) as store:
-        await store.put(KEYS, payloads(KEYS))
-        async with store.get(KEYS) as chunks:
-            tensor = chunks.tensor(1, torch.int32)
-        assert busy(store) == store.stats().watched_rows == 1
-        other = keys_of("b", 4)
-        assert await store.put(other, payloads(other), timeout=PATIENCE) == 3
-        assert bytes_of(tensor) == payload(KEYS[1])
-        del tensor
-        await until_async(lambda: busy(store) == 0)
-
-
 async def test_where_kept_arrays_leave_no_row_the_rest_is_missing(open_store: Open) -> None:
     keys = keys_of("long", 10)
     async with open_store(rows=4, disk=64) as store:

@@ -163,25 +163,18 @@ async def test_nothing_stays_pinned_when_nobody_looks_any_more(
         assert store.stats().watched_rows == 0
 
 
-async def test_the_same_chunk_looked_at_from_two_leases_stays_until_both_are_done(
-    open_store: Open,
+@pytest.mark.parametrize("leases", [1, 2])
+async def test_a_chunk_that_is_looked_at_twice_stays_until_both_are_done(
+    open_store: Open, leases: int
 ) -> None:
     async with open_store(rows=4) as store:
         await store.put(A, payloads(A))
-        one, other = await hold(store, A), await hold(store, A)
+        if leases == 2:
+            one, other = await hold(store, A), await hold(store, A)
+        else:
+            async with store.get([A[0], A[0]]) as chunks:
+                one, other = (np.frombuffer(chunk, np.uint8) for chunk in chunks)
         assert store.stats().watched_rows == 1
-        del one
-        await asyncio.sleep(0.01)
-        assert busy(store) == 1
-        del other
-        await until_async(lambda: busy(store) == 0)
-
-
-async def test_a_key_named_twice_stays_until_both_views_are_gone(open_store: Open) -> None:
-    async with open_store(rows=4) as store:
-        await store.put(A, payloads(A))
-        async with store.get([A[0], A[0]]) as chunks:
-            one, other = (np.frombuffer(chunk, np.uint8) for chunk in chunks)
         del one
         await asyncio.sleep(0.01)
         assert busy(store) == 1

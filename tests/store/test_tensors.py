@@ -60,14 +60,14 @@ def bytes_of(held: Any) -> bytes:
     return bytes(held.tobytes())
 
 
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("way", [*WAYS, "its own tensor"])
 async def test_what_outlives_its_lease_keeps_its_bytes_and_its_row(
     open_store: Open, way: str
 ) -> None:
     async with open_store(rows=4) as store:
         await store.put(A, payloads(A))
         async with store.get(A) as chunks:
-            held = WAYS[way](chunks[1])
+            held = WAYS[way](chunks[1]) if way in WAYS else chunks.tensor(1, torch.int32)
             expected = bytes_of(held)
         assert busy(store) == store.stats().watched_rows == 1
         assert await store.put(B, payloads(B), timeout=PATIENCE) == 3
