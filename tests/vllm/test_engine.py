@@ -5,14 +5,13 @@ from __future__ import annotations
 import json
 import os
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.tiers.support import flip
+from tests.tools.support import command
 from tests.vllm.conftest import PROMPTS
 from tests.vllm.engines import FORKED, ONE_PROCESS, Run, SharedMemory, run_engine
 
@@ -30,15 +29,6 @@ def disk(path: Path, **more: Any) -> list[dict[str, Any]]:
             **more,
         }
     ]
-
-
-def command(*arguments: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-m", "kvstore.tools", *arguments],
-        capture_output=True,
-        text=True,
-        check=False,
-    )
 
 
 @pytest.fixture(scope="module")

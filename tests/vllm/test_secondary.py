@@ -6,8 +6,6 @@ import json
 import os
 import random
 import signal
-import subprocess
-import sys
 import time
 from pathlib import Path
 from types import SimpleNamespace
@@ -21,11 +19,11 @@ from kvstore.errors import ConfigError, KVStoreError
 from kvstore.vllm.engine import building
 from tests.exported import Exported
 from tests.patience import PATIENCE
+from tests.tools.support import command
 from tests.vllm import parts
 from tests.vllm.engines import (
     ENGINE_SECONDS,
     ONE_PROCESS,
-    ROOT,
     Run,
     run_engine,
     start_script,
@@ -33,16 +31,6 @@ from tests.vllm.engines import (
 )
 from tests.vllm.parts import make_spec
 from tests.vllm.tiering import CHUNK, SLOTS, Server, key_of, keys_of, options, segment_bytes
-
-
-def command(*arguments: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-m", "kvstore.tools", *arguments],
-        capture_output=True,
-        text=True,
-        check=False,
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-    )
 
 
 def segments(path: Path) -> list[Path]:
