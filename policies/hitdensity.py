@@ -109,6 +109,8 @@ class HitDensity(EvictionPolicy):
         # Held residents stand in no queue. Where nothing else could leave, some are severed
         # from the key that they follow, which is kept here.
         self._held: set[int] = set()
+        # Residents of which no use is expected, until they are used.
+        self._cool: set[int] = set()
         self._attached: OrderedTable[int, None] = OrderedTable()
         self._severed: dict[int, bytes] = {}
         # Linked, not yet resident: what they follow.
@@ -117,8 +119,9 @@ class HitDensity(EvictionPolicy):
         self._waiting: OrderedTable[bytes, list[bytes]] = OrderedTable()
         small = max(_SMALL_LINKS, _SMALL_LINKS_EACH * self.capacity)
         self._links_kept = max(min(_FEWEST_LINKS, small), self.capacity // 8)
+        # The last queue is that of cooled ends, which leave before all others.
         self._ends: list[OrderedTable[int, None]] = [
-            OrderedTable() for _ in range(self._densities.cells)
+            OrderedTable() for _ in range(self._densities.cells + 1)
         ]
         # A ring of those evicted last: place by hash, and by place what is known.
         self._ghosts: OrderedTable[int, int] = OrderedTable()
@@ -194,6 +197,7 @@ class HitDensity(EvictionPolicy):
         self._note_reuse(seen, now)
         kind = _USED_AGAIN[seen & _CLASS]
         self._seen[slot] = now << _SHIFT | kind
+        self._cool.discard(slot)
         cell = self._cell[slot]
         if cell >= 0:
             del self._ends[cell][slot]
@@ -209,17 +213,16 @@ class HitDensity(EvictionPolicy):
                     self._queue(slot)
 
     def cool(self, keys: Iterable[bytes]) -> None:
-        # As if they had been used last before all that is remembered.
-        oldest = self._now - int(self._edges[-1]) - 1
         for key in keys:
             slot = self._slots[key]
-            self._seen[slot] = oldest << _SHIFT | self._seen[slot] & _CLASS
+            self._cool.add(slot)
             if self._cell[slot] >= 0:
                 self._unqueue(slot)
                 self._queue(slot)
 
     def remove(self, key: bytes) -> None:
         slot = self._slots.pop(key)
+        self._cool.discard(slot)
         self._expect_back(slot, key)
         self._removed[hash(key)] = self._seen[slot] & _CLASS
         if len(self._removed) > self._ghost_room:
@@ -311,6 +314,7 @@ class HitDensity(EvictionPolicy):
         for index, slot in enumerate(in_use):
             # Counts as used just now, so that it is not met again soon.
             self._seen[slot] = self._now << _SHIFT | self._seen[slot] & _CLASS
+            self._cool.discard(slot)
             if index < detached:
                 self._restore(slot)
             elif not self._children[slot]:
@@ -361,6 +365,7 @@ class HitDensity(EvictionPolicy):
         """A victim becomes a ghost, in the place of the ghost that is longest gone."""
         self._expect_back(slot, key)
         del self._slots[key]
+        self._cool.discard(slot)
         self._keys[slot] = None
         self._parent[slot] = _NONE
         self._free.append(slot)
@@ -460,6 +465,9 @@ class HitDensity(EvictionPolicy):
         """An end of a chain takes its place among those of its class and age."""
         if slot in self._held:
             return
+        if slot in self._cool:
+            self._stand(slot, self._densities.cells)
+            return
         seen = self._seen
         mine = seen[slot]
         age = self._now - (mine >> _SHIFT)
@@ -515,7 +523,7 @@ class HitDensity(EvictionPolicy):
         if self._now >= self._halving_due:
             self._halving_due = self._now + 32 * self.capacity
             self._densities.halve()
-        self._order = self._densities.ascending(self._sampled())
+        self._order = [self._densities.cells, *self._densities.ascending(self._sampled())]
         self._rank = [0] * len(self._order)
         for place, cell in enumerate(self._order):
             self._rank[cell] = place

@@ -283,18 +283,22 @@ class Core(CoreSteps):
     def follow(self, hints: Hints, keys: Sequence[bytes], now: float) -> int:
         """Follow the hints of a request that has ended and whose prompt is `keys`.
 
+        What other prompts are known to share stays as it is: the client knows of its own.
+
         Returns:
             How many chunks could not be retained or fetched because a limit was reached.
         """
         refused = 0
+        own = self._chains.unshared(keys) if hints.release or hints.demote else []
         if hints.release:
-            self.unpin(keys, cold=True)
+            self.unpin(keys)
+            self._demotions.cool(own)
         if hints.retain_s is not None:
             # Stores retain nothing.
             host = hints.retain_host or not self.owned
             refused += len(keys) - self.pin(keys, now + hints.retain_s, host=host, yields=True)
         if hints.demote:
-            self.demote(keys, now)
+            self.demote(own, now)
         after = hints.prefetch_after_s
         if after is not None and not self._prefetches.plan(keys, now + after):
             refused += len(keys)

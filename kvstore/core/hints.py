@@ -42,8 +42,8 @@ class Hints:
     Attributes:
         retain_s: pin them for this many seconds; None: do not pin them.
         retain_host: pin them in host memory, too; else only on slower tiers, where there are any.
-        release: end their pins, and let them leave before others.
-        demote: let them leave host memory as soon as a slower tier has them.
+        release: end their pins, and let those that no other prompt shares leave before others.
+        demote: let those that no other prompt shares leave host memory once a slower tier has them.
         prefetch_after_s: fetch them to host memory again this many seconds later; None: never.
         store: whether chunks that the request computes are stored at all.
     """

@@ -28,6 +28,7 @@ from kvstore.core.residency.base import TierView
 from kvstore.core.step_budget import Budget
 from kvstore.policies.admission import AdmissionFilter
 from kvstore.policies.base import EvictionPolicy
+from kvstore.policies.table import OrderedTable
 from kvstore.types import Flow, group_of
 
 __all__ = ["MAX_ASKED", "MAX_KEYS", "MOST_UNTOLD", "Chains", "Uses", "link"]
@@ -190,6 +191,12 @@ MAX_KEYS = 2**20
 MAX_ASKED = 2**16
 """Most keys that are kept of requests that have asked and used nothing so far."""
 
+MOST_FOLLOWED = 2**17
+"""Most chunks of which it is known what follows them: those that were used last."""
+
+_SEVERAL = 0
+"""In the place of the hash of the key that follows: there are several."""
+
 
 class Chains:
     """The chains of keys that requests use, for policies and filters: see the module's text."""
@@ -211,6 +218,8 @@ class Chains:
         """Chains whose chunks are on their way to slower tiers, with the copies to wait for and
         the uses that tiers must be told of before."""
         self._settling_keys = 0
+        # By the hash of a key that of the key which follows it; None until somebody asks for it.
+        self._followers: OrderedTable[int, int] | None = None
         self.policies_changed()
 
     def policies_changed(self) -> None:
@@ -224,6 +233,20 @@ class Chains:
     def listen(self, listener: Callable[[Sequence[Sequence[bytes]]], None]) -> None:
         """Tell it the keys of each request that ends, one sequence for each group."""
         self._listener = listener
+
+    def unshared(self, keys: Sequence[bytes]) -> list[bytes]:
+        """Return the keys of a prompt without those that other prompts are known to share.
+
+        Where prompts part after a chunk, they share it and what is before it, in its KV cache
+        group. What follows what is noted from the first call on.
+        """
+        if self._followers is None:
+            self._followers = OrderedTable()
+        shared: dict[bytes, int] = {}
+        for place, key in enumerate(keys):
+            if self._followers.get(hash(key)) == _SEVERAL:
+                shared[group_of(key)] = place
+        return [key for place, key in enumerate(keys) if place > shared.get(group_of(key), -1)]
 
     def count(self, request: Request, keys: Sequence[bytes]) -> None:
         """Tell the filters which of `keys`, which the request asked for, are new for it."""
@@ -341,6 +364,8 @@ class Chains:
         """Forget every request."""
         self._settling.clear()
         self._keys = self._asked_keys = self._settling_keys = 0
+        if self._followers is not None:
+            self._followers.clear()
         for filter in self.filters:
             filter.clear()
 
@@ -382,3 +407,12 @@ class Chains:
     def _link(self, keys: Sequence[bytes], after: bytes | None) -> None:
         for link in self._linked:
             link(keys, after)
+        if self._followers is not None:
+            self._note_followers(self._followers, keys if after is None else [after, *keys])
+
+    def _note_followers(self, followers: OrderedTable[int, int], keys: Sequence[bytes]) -> None:
+        for above, key in itertools.pairwise(map(hash, keys)):
+            known = followers.pop(above, key)
+            followers[above] = key if known == key else _SEVERAL
+        while len(followers) > MOST_FOLLOWED:
+            followers.popitem(last=False)

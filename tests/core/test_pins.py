@@ -7,6 +7,7 @@ import math
 import pytest
 
 from kvstore.core import Core, HostPool
+from kvstore.core.hints import Hints
 from kvstore.core.residency.remote_answers import Answers
 from kvstore.policies import create_policy
 from kvstore.types import Op
@@ -276,6 +277,59 @@ def test_what_is_cold_leaves_a_tier_first_too() -> None:
     rig.core._demotions.cool(A)
     fill(rig, "x", 4)
     assert [key in rig.core.tiers[0].entries for key in (*A, *B)] == [False] * 4 + [True] * 4
+
+
+def conversations(rig: Rig, keys_of: dict[str, list[bytes]]) -> None:
+    """Each asks, and stores what is not there."""
+    for name, keys in keys_of.items():
+        held = rig.resolve(keys, name)
+        if held:
+            rig.load(keys[:held], name)
+            rig.core.complete_load(keys[:held], name)
+        rig.put(keys, name)
+        rig.core.on_request_finished(name)
+        rig.settle()
+
+
+@pytest.mark.parametrize("hints", [Hints(release=True), Hints(demote=True)])
+def test_what_other_prompts_share_stays_when_a_conversation_ends_or_pauses(hints: Hints) -> None:
+    """Its client knows nothing of theirs, which find nothing without their head."""
+    rig, head = Rig(rows=9, segment_slots=64), chain("head", 3)
+    rig.core.follow(hints, chain("first", 1), rig.now)
+    asked = {name: [*head, *chain(name, 3)] for name in "ab"}
+    conversations(rig, asked)
+    rig.core.follow(hints, asked["a"], rig.now)
+    for name in "xy":
+        fill(rig, name, 3)
+    assert [rig.in_host(key) for key in asked["a"]] == [True] * 3 + [False] * 3
+
+
+def test_prompts_part_in_each_group_by_itself() -> None:
+    full = [b"f%d\0\0\0\0" % number for number in range(3)]
+    sliding = [b"s%d\0\0\0\1" % number for number in range(3)]
+    rig = Rig(rows=16, on=())
+    chains = rig.core._chains
+    assert chains.unshared([*full, *sliding]) == [*full, *sliding]
+    rig.put([*full, *sliding], "one")
+    rig.put([*full[:2], b"other\0\0\0\0", *sliding[:1], b"other\0\0\0\1"], "other")
+    assert chains.unshared([*full, *sliding]) == [full[2], *sliding[1:]]
+
+
+def test_what_follows_what_is_known_of_so_many_chunks_only(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("kvstore.core.usage.MOST_FOLLOWED", 10)
+    rig, head = Rig(rows=64, on=()), chain("head", 2)
+    chains = rig.core._chains
+    chains.unshared(head)
+    for name in "abcdefgh":
+        rig.put([*head, *chain(name, 2)], name)
+    assert chains._followers is not None
+    assert len(chains._followers) == 10
+    # What many prompts share is used, and so remembered.
+    assert chains.unshared([*head, *chain("a", 2)]) == chain("a", 2)
+    rig.core.reset()
+    assert not chains._followers
 
 
 def test_what_is_not_there_takes_no_room_from_what_is() -> None:

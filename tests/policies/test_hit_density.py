@@ -121,6 +121,22 @@ def test_the_last_block_of_a_request_is_told_from_the_rest() -> None:
     assert all(key.startswith(b"partial") for key in victims)
 
 
+def test_what_is_cooled_leaves_first_and_teaches_nothing_of_age() -> None:
+    policy = HitDensity(60)
+    old, cooled = chain("old", 30), chain("cooled", 30)
+    for keys in (old, cooled):
+        request(policy, keys)
+    before = [*policy._densities.reused]
+    policy.cool(reversed(cooled))
+    assert policy.evict(10, nobody) == cooled[:19:-1]
+    policy.touch(cooled[0])
+    grown = [now - then for now, then in zip(policy._densities.reused, before, strict=True)]
+    # It was used some 30 uses ago, not before all that is remembered.
+    assert sum(grown) == 1
+    assert grown.index(1) % policy._bins < policy._bins // 2
+    assert policy.evict(20, nobody) == [*cooled[19:0:-1], old[-1]]
+
+
 def test_ghosts_are_bounded() -> None:
     policy = HitDensity(50, ghosts=1.5)
     for number in range(100):

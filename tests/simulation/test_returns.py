@@ -2,9 +2,16 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
+import pytest
+
 from kvstore.core.hints import Hints
-from kvstore.simulation import Setup, Trace, replay
+from kvstore.plugins import Choice
+from kvstore.simulation import Setup, Trace, read_trace, replay
 from kvstore.simulation.returns import PATIENCE, SLACK, announced
+
+CHAT = Path(__file__).parents[2] / "benchmarks" / "traces" / "chat_generated.packed.xz"
 
 
 def trace(*requests: tuple[float, list[int]]) -> Trace:
@@ -32,3 +39,15 @@ def test_hints_keep_those_that_return_soon_where_there_is_not_room_for_all() -> 
     without, told = (replay(made_up, Setup(90, hints=hints)) for hints in (False, True))
     assert without.hits < told.hits / 3
     assert told.host_writes < without.host_writes
+
+
+@pytest.mark.parametrize("policy", ["lru", "hit-density"])
+def test_to_tell_that_a_conversation_is_over_costs_no_other_its_head(policy: str) -> None:
+    """All begin alike. `lru` hit 12 points less than without hints, on twice as many requests."""
+    chat = read_trace(CHAT, limit=2000)
+    size = chat.unique // 20
+    without, told = (
+        replay(chat, Setup(size, host_policy=Choice(policy), hints=hints))
+        for hints in (False, True)
+    )
+    assert told.hits > 1.1 * without.hits
