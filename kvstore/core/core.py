@@ -270,7 +270,7 @@ class Core(CoreSteps):
         request = self._requests.get(request_id)
         if request is None:
             return
-        hints, keys = request.hints, list(request.named)
+        hints, keys = request.hints, [*request.ordered(request.named)]
         self._end_request(request)
         if hints is not None and keys:
             self._hints_refused += self.follow(hints, keys, self.now if now is None else now)

@@ -315,6 +315,23 @@ def test_prompts_part_in_each_group_by_itself() -> None:
     assert chains.unshared([*full, *sliding]) == [full[2], *sliding[1:]]
 
 
+def test_the_tails_of_all_groups_are_cold_before_the_head_of_any(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    heads = [b"hash-%d" % number for number in range(3)]
+    groups = [[head + b"\0\0\0%c" % group for head in heads] for group in range(2)]
+    place = {key: number for keys in groups for number, key in enumerate(keys)}
+    rig, cooled = Rig(rows=8, on=()), list[bytes]()
+    monkeypatch.setattr(rig.core._demotions, "cool", cooled.extend)
+    hints = {"kvstore": {"release": True}}
+    rig.core.on_new_request("r", place.__getitem__, params=hints)
+    for keys in groups:
+        rig.core.prepare_store(keys, "r")
+        rig.core.complete_store(keys, "r")
+    rig.core.on_request_finished("r")
+    assert cooled == [key for pair in zip(*groups, strict=True) for key in pair]
+
+
 def test_what_follows_what_is_known_of_so_many_chunks_only(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
