@@ -14,7 +14,7 @@ server says so. Its leases stay for a while.
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Container, Iterator, Sequence
+from collections.abc import Container, Sequence
 from itertools import islice
 
 from kvstore.core.async_lookup import Questions
@@ -66,6 +66,8 @@ class Arrivals:
         # With their tenants, oldest first; some are not queued any more.
         self._line: deque[tuple[Request, int]] = deque()
         self._keys = 0
+        # Those of them that may have leases, with their tenants, by name; the last came last.
+        self._holders: dict[str, tuple[Request, int]] = {}
         # Entries of the tiers that are worth reading in this step.
         self._readable: list[Container[bytes]] = []
 
@@ -118,6 +120,7 @@ class Arrivals:
                 start = request.granted
                 link(self._pool.policy, request.keys[max(0, start - OVERLAP) : start + count])
                 grants = self._grants.ahead(request, now, most=count)
+                self._holders[request.id] = request, owner
                 self.begun += sum(len(chunks) for _, chunks, _ in grants)
                 if request.granted > start or not self._pool.policy.shared:
                     return grants
@@ -135,18 +138,20 @@ class Arrivals:
             if request.queued and request.leases:
                 busy = self._pool.busy
                 self._start_over(request)
+                del self._holders[request.id]
                 rows -= busy - self._pool.busy
                 self.gave_way += 1
 
-    def _givers(self, keys: Sequence[bytes]) -> Iterator[Request]:
-        """Yield the queued requests that may give way to these keys, last first."""
+    def _givers(self, keys: Sequence[bytes]) -> list[Request]:
+        """Return the queued requests that may give way to these keys, last first."""
+        holders = [*self._holders.values()][::-1]
         if not keys:
-            yield from (request for request, _ in reversed(self._line))
-            return
+            return [request for request, _ in holders]
         owner = self._pool.owner(keys)
-        yield from (request for request, its in reversed(self._line) if its == owner)
-        if self._pool.policy.shared and not self._pool.has_its_part(keys):
-            yield from (request for request, its in reversed(self._line) if its != owner)
+        givers = [request for request, its in holders if its == owner]
+        if len(givers) < len(holders) and not self._pool.has_its_part(keys):
+            givers += [request for request, its in holders if its != owner]
+        return givers
 
     def reset(self) -> None:
         """Forget all queued requests."""
@@ -154,18 +159,15 @@ class Arrivals:
             if request.queued:
                 request.leave_queue()
         self._line.clear()
+        self._holders.clear()
         self._keys = 0
 
     def _held(self) -> tuple[Counter[int], Counter[int]]:
         """Count the leases of queued requests, and those that wait for their chunks, by tenant."""
         leases, pending = Counter[int](), Counter[int]()
-        if self._pool.policy.shared:
-            for request, owner in self._line:
-                leases[owner] += len(request.leases)
-                pending[owner] += request.pending
-        else:
-            leases[0] = sum(len(request.leases) for request, _ in self._line)
-            pending[0] = sum(request.pending for request, _ in self._line)
+        for request, owner in self._holders.values():
+            leases[owner] += len(request.leases)
+            pending[owner] += request.pending
         return leases, pending
 
     def _count_known(self, request: Request, most: int) -> int:
@@ -195,7 +197,7 @@ class Arrivals:
     def _give_up(self) -> None:
         """Let requests start over that wait for chunks of tiers that do not answer."""
         stalled = {tier.number for tier in self._tiers if tier.health.stalled}
-        for request, _ in self._line:
+        for request, _ in self._holders.values():
             if self._queue.waits_for(request, stalled):
                 self._start_over(request)
 
@@ -208,4 +210,5 @@ class Arrivals:
         if all(request.queued for request, _ in self._line):
             return
         self._line = deque(one for one in self._line if one[0].queued)
+        self._holders = {name: one for name, one in self._holders.items() if one[0].queued}
         self._keys = sum(len(request.keys) for request, _ in self._line)

@@ -354,3 +354,17 @@ def test_a_store_takes_nothing_from_a_queued_request_where_others_may_leave() ->
             store(rig, chain(name, 2))
             rig.settle()
         assert rig.stats.gave_way == 0, flow
+
+
+def test_of_many_queued_requests_a_store_looks_at_those_that_have_rows() -> None:
+    """Stores of a busy server come by the dozen in a step, and requests wait by the thousand."""
+    rig = Rig(rows=8, on=[chain("a", 2)])
+    assert rig.core.on_request_queued("first", chain("a", 2))
+    rig.settle()
+    rig.put(chain("b", 6))
+    for number in range(100):
+        assert rig.core.on_request_queued(f"{number}", chain("a", 2))
+    rig.step()
+    assert [*rig.core._arrivals._holders] == ["first", "0"]
+    rig.core._arrivals.give_way(8, [])
+    assert not rig.core._arrivals._holders
