@@ -333,6 +333,8 @@ def create_tier(name: str, place: TierPlace, parameters: Mapping[str, Any]) -> T
         raise ValueError(f"its constructor raised {error!r}") from error
     if place.keys is not None and not tier.encrypts:
         raise ValueError("it does not encrypt chunks: leave it out, or encryption_keys")
+    if place.keys is not None:
+        tier.key_ring = place.keys
     if place.codec is not None and not tier.encodes:
         raise ValueError("it does not encode chunks: leave it out, or store_codec")
     return tier

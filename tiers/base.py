@@ -35,6 +35,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from kvstore.errors import ConfigError, KVStoreError
+from kvstore.tiers.keys import KeyRing
 from kvstore.tiers.pinned import PinnedRegion
 from kvstore.types import Changes, RecoveredTier
 
@@ -77,6 +78,7 @@ class Tier(ABC):
         encrypts: whether it encrypts chunks with the keys of its place. One that does not is
             refused where chunks are to be encrypted.
         encodes: the same for the codec of its place.
+        key_ring: the keys of its place, set when it is created, if it encrypts with them.
         tail_bytes: bytes of memory right behind each chunk that make it faster; optional.
     """
 
@@ -85,6 +87,7 @@ class Tier(ABC):
     is_store = False
     encrypts = False
     encodes = False
+    key_ring: KeyRing | None = None
     tail_bytes = 0
 
     @abstractmethod

@@ -143,6 +143,22 @@ class KeyRing:
                 return secret
         return None
 
+    def lasting(self, keys: Sequence[bytes], before: Owned) -> int:
+        """Return how many leading chunks can still be opened, as no tenant of theirs is forgotten.
+
+        Args:
+            before: what was `owned` when their writing began: who is forgotten since does not
+                count, nor who was being forgotten then. The core may learn of it later.
+        """
+        nobodys, by_tag = self.owned
+
+        def lasts(tag: bytes) -> bool:
+            its = next((owned[tag] for owned in before if tag in owned), None)
+            return tag not in nobodys and (its is None or by_tag.get(tag) is its)
+
+        tags = (key[: self.tag_bytes] for key in keys)
+        return next((count for count, tag in enumerate(tags) if not lasts(tag)), len(keys))
+
     @property
     def own_ids(self) -> set[bytes]:
         """The ids of keys that are a tenant's own."""
@@ -247,8 +263,9 @@ class KeyRing:
                     # Also of who has other keys instead. First: from one moment to the next its
                     # chunks are sealed with another key.
                     nobodys = token_bytes(KEY_BYTES)
-                    its[:] = [Secret(id_of(nobodys), nobodys)]
+                    # Before it is used: who has sealed with it finds it here.
                     self._nobodys = {**self._nobodys, tag: its}
+                    its[:] = [Secret(id_of(nobodys), nobodys)]
                     self._untold.add(tag)
                 else:
                     its[:] = by_tag[tag]

@@ -313,7 +313,8 @@ class Store:
 
         With `durable` it returns when the chunks are on the first tier, as after a `flush`:
         only those count that a later process will find there, even after kill -9. A chunk that the
-        tier cannot take at present, or does not admit, does not count, nor do those that follow it.
+        tier cannot take at present, or does not admit, does not count, nor do those that follow it;
+        nor does one of a tenant that is seen to be forgotten meanwhile.
         A later process is of the newest epoch: where others that share the path were reset since,
         it finds none.
 
@@ -598,6 +599,8 @@ class Store:
         sources = chunks_of(buffers, len(keys), self.chunk_bytes)
         if not keys:
             return 0
+        ring = self._assembly.tiers[self._core.targets[0].number].key_ring if durable else None
+        owned = () if ring is None else ring.owned
         prompt = self._prompts.storing(keys, request, time.monotonic())
         # Chunks that find no room are part of the prompt, too.
         self._core.extend_prompt(prompt.id, keys)
@@ -609,7 +612,9 @@ class Store:
             raise
         finally:
             self._prompts.returned(prompt)
-        return await self._puts.save(keys[:stored]) if durable else stored
+        if durable:
+            stored = await self._puts.save(keys[:stored])
+        return stored if ring is None else ring.lasting(keys[:stored], owned)
 
     async def _remove(self, keys: Sequence[bytes]) -> int:
         self._driver.check()

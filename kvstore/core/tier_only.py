@@ -259,6 +259,7 @@ class Jobs:
     def _complete(self, completion: Completion, now: float) -> None:
         if completion.changes is not None:
             self.tiers[completion.tier].learn(completion.changes)
+            completion.changes.end()
             return
         move = self._moves.pop(completion.move_id)
         tier = self.tiers[move.tier]

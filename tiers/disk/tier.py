@@ -111,6 +111,7 @@ class DiskTier(Tier):
         self._lane = lane
         self.trust = Trust(strict_modes)
         self._sequence = 0
+        self.key_ring = keys
         self.refreshes = keys is not None
         # How often the keys had changed, and the segments that were not checked since.
         self._keys_seen = 0 if keys is None else keys.changes
