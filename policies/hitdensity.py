@@ -110,7 +110,7 @@ class HitDensity(EvictionPolicy):
         # from the key that they follow, which is kept here.
         self._held: set[int] = set()
         # Residents of which no use is expected, until they are used.
-        self._cool: set[int] = set()
+        self._cool: OrderedTable[int, None] = OrderedTable()
         self._attached: OrderedTable[int, None] = OrderedTable()
         self._severed: dict[int, bytes] = {}
         # Linked, not yet resident: what they follow.
@@ -197,7 +197,7 @@ class HitDensity(EvictionPolicy):
         self._note_reuse(seen, now)
         kind = _USED_AGAIN[seen & _CLASS]
         self._seen[slot] = now << _SHIFT | kind
-        self._cool.discard(slot)
+        self._cool.pop(slot, None)
         cell = self._cell[slot]
         if cell >= 0:
             del self._ends[cell][slot]
@@ -213,16 +213,18 @@ class HitDensity(EvictionPolicy):
                     self._queue(slot)
 
     def cool(self, keys: Iterable[bytes]) -> None:
-        for key in keys:
+        # Those that are cooled last leave first, as with other policies.
+        for key in reversed([*keys]):
             slot = self._slots[key]
-            self._cool.add(slot)
+            self._cool[slot] = None
             if self._cell[slot] >= 0:
                 self._unqueue(slot)
                 self._queue(slot)
+                self._ends[self._densities.cells].move_to_end(slot, last=False)
 
     def remove(self, key: bytes) -> None:
         slot = self._slots.pop(key)
-        self._cool.discard(slot)
+        self._cool.pop(slot, None)
         self._expect_back(slot, key)
         self._removed[hash(key)] = self._seen[slot] & _CLASS
         if len(self._removed) > self._ghost_room:
@@ -314,7 +316,7 @@ class HitDensity(EvictionPolicy):
         for index, slot in enumerate(in_use):
             # Counts as used just now, so that it is not met again soon.
             self._seen[slot] = self._now << _SHIFT | self._seen[slot] & _CLASS
-            self._cool.discard(slot)
+            self._cool.pop(slot, None)
             if index < detached:
                 self._restore(slot)
             elif not self._children[slot]:
@@ -365,7 +367,7 @@ class HitDensity(EvictionPolicy):
         """A victim becomes a ghost, in the place of the ghost that is longest gone."""
         self._expect_back(slot, key)
         del self._slots[key]
-        self._cool.discard(slot)
+        self._cool.pop(slot, None)
         self._keys[slot] = None
         self._parent[slot] = _NONE
         self._free.append(slot)
@@ -557,5 +559,10 @@ class HitDensity(EvictionPolicy):
         return key in self._slots
 
     def order(self) -> Iterable[bytes]:
-        seen = self._seen
-        return iter(sorted(self._slots, key=lambda key: seen[self._slots[key]] >> _SHIFT))
+        seen, cool = self._seen, self._cool
+
+        def place(key: bytes) -> tuple[bool, int]:
+            slot = self._slots[key]
+            return slot not in cool, seen[slot] >> _SHIFT
+
+        return iter(sorted(self._slots, key=place))

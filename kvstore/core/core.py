@@ -270,7 +270,7 @@ class Core(CoreSteps):
         request = self._requests.get(request_id)
         if request is None:
             return
-        hints, keys = request.hints, [*request.ordered(request.named)]
+        hints, keys = request.hints, self._chains.in_order(request)
         self._end_request(request)
         if hints is not None and keys:
             self._hints_refused += self.follow(hints, keys, self.now if now is None else now)
@@ -283,7 +283,8 @@ class Core(CoreSteps):
     def follow(self, hints: Hints, keys: Sequence[bytes], now: float) -> int:
         """Follow the hints of a request that has ended and whose prompt is `keys`.
 
-        What other prompts are known to share stays as it is: the client knows of its own.
+        What other prompts are known to share is neither released nor demoted: the client knows
+        nothing of them.
 
         Returns:
             How many chunks could not be retained or fetched because a limit was reached.
@@ -291,8 +292,7 @@ class Core(CoreSteps):
         refused = 0
         own = self._chains.unshared(keys) if hints.release or hints.demote else []
         if hints.release:
-            self.unpin(keys)
-            self._demotions.cool(own)
+            self.unpin(own, cold=True)
         if hints.retain_s is not None:
             # Stores retain nothing.
             host = hints.retain_host or not self.owned

@@ -81,19 +81,22 @@ class Prefetches:
         """Whether anything waits, is planned or is under way."""
         return bool(self._lines) or self._portion is not None or bool(self._plans)
 
-    def begin(self, keys: Sequence[bytes], *, prefix: bool = True) -> int:
+    def begin(self, keys: Sequence[bytes], *, prefix: bool = True, waits: bool = False) -> int:
         """Fetch those of the leading `keys` that only a slower tier has, when no request waits.
 
         Args:
             prefix: stop at the first chunk that is nowhere; else pass over it, as where keys of
                 several KV cache groups are named together.
+            waits: take those of tiers, too, that are not read just now.
 
         Returns:
             How many are on their way or will be: for each tenant at most as many as half of host
             memory holds.
         """
         most = max(1, self._pool.rows // MOST_SHARE)
-        alive = [tier for tier in self._tiers if tier.health.alive]
+        read = [
+            tier for tier in self._tiers if tier.health.alive or (waits and _will_be_read(tier))
+        ]
         coming = 0
         for key in keys:
             chunk = self._pool.chunks.get(key)
@@ -101,7 +104,7 @@ class Prefetches:
                 coming += chunk.state < READY
                 self._keep((key,))
                 continue
-            if not any(key in tier.entries for tier in alive):
+            if not any(key in tier.entries for tier in read):
                 if prefix:
                     break
                 continue
@@ -142,7 +145,7 @@ class Prefetches:
         while self._plans and self._plans[0][0] <= now:
             keys = heapq.heappop(self._plans)[2]
             self._planned -= len(keys)
-            self.begin(keys, prefix=False)
+            self.begin(keys, prefix=False, waits=True)
         portion = self._portion
         if portion is not None:
             stalled = [tier.number for tier in self._tiers if tier.health.stalled]
@@ -192,18 +195,22 @@ class Prefetches:
             self.drop(portion.keys)
         return grants
 
-    def _of_answering(self, line: Iterable[bytes]) -> Iterable[bytes]:
+    def _of_answering(self, line: dict[bytes, None]) -> Iterable[bytes]:
         """Leave out, for now, keys that only tiers have which are not read at present."""
-        silent = [tier.entries for tier in self._tiers if not tier.health.alive]
+        silent = [tier.entries for tier in self._tiers if _will_be_read(tier)]
         if not silent:
             return line
         places: list[Container[bytes]] = [self._pool.chunks]
         places += [tier.entries for tier in self._tiers if tier.health.alive]
-        return [
-            key
-            for key in islice(line, MOST_LOOKED_AT)
-            if any(key in held for held in places) or not any(key in held for held in silent)
-        ]
+        answering: list[bytes] = []
+        for key in list(islice(line, MOST_LOOKED_AT)):
+            if any(key in held for held in places) or not any(key in held for held in silent):
+                answering.append(key)
+            else:
+                # Others have their turn meanwhile.
+                del line[key]
+                line[key] = None
+        return answering
 
     def reset(self) -> None:
         """Forget everything that is to be fetched."""
@@ -214,3 +221,8 @@ class Prefetches:
         if self._portion is not None:
             self._queue.remove(self._portion)
             self._portion = None
+
+
+def _will_be_read(tier: TierView) -> bool:
+    """Whether the tier is not read just now, but before long: not when its server is away."""
+    return tier.health.stalled or tier.health.congested

@@ -234,18 +234,34 @@ class Chains:
         """Tell it the keys of each request that ends, one sequence for each group."""
         self._listener = listener
 
+    def in_order(self, request: Request) -> list[bytes]:
+        """Return what its hints speak of in prompt order: a load may begin in the middle."""
+        if not request.named:
+            return []
+        if request.reordered:
+            return request.sorted(request.named)
+        chain = request.chain
+        groups = [] if chain is None else chain.groups.values()
+        place = {key: number for keys in groups for number, key in enumerate(keys)}
+        return sorted(request.named, key=lambda key: place.get(key, len(place)))
+
     def unshared(self, keys: Sequence[bytes]) -> list[bytes]:
         """Return the keys of a prompt without those that other prompts are known to share.
 
-        Where prompts part after a chunk, they share it and what is before it, in its KV cache
-        group. What follows what is noted from the first call on.
+        Where another goes on differently after a chunk, or after the last, they share it and what
+        is before it, in its KV cache group. What follows what is noted from the first call on.
         """
         if self._followers is None:
             self._followers = OrderedTable()
         shared: dict[bytes, int] = {}
-        for place, key in enumerate(keys):
-            if self._followers.get(hash(key)) == _SEVERAL:
-                shared[group_of(key)] = place
+        after: dict[bytes, int] = {}
+        for place in range(len(keys) - 1, -1, -1):
+            key, group = keys[place], group_of(keys[place])
+            known = self._followers.get(hash(key))
+            # Another prompt goes on differently, or after the end of this one.
+            if known is not None and known != after.get(group):
+                shared.setdefault(group, place)
+            after[group] = hash(key)
         return [key for place, key in enumerate(keys) if place > shared.get(group_of(key), -1)]
 
     def count(self, request: Request, keys: Sequence[bytes]) -> None:

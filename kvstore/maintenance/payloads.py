@@ -46,10 +46,10 @@ class Proof:
         """Whether the payload can be checked: not without the key that it is encrypted with."""
         return not self.sealed or (sealer is not None and sealer.has_key(self.key, self.value))
 
-    def check(self, payload: bytes, sealer: Sealer | None) -> bytes | None:
+    def check(self, payload: bytes | bytearray, sealer: Sealer | None) -> bytes | None:
         """Return the payload, decrypted; None if it does not match, or cannot be checked."""
         if not self.sealed:
-            return payload if xxh3_128(payload).digest() == self.value else None
+            return bytes(payload) if xxh3_128(payload).digest() == self.value else None
         if sealer is None:
             return None
         opened = bytearray(payload)
@@ -102,12 +102,21 @@ def payload_fault(
     fd: int, offset: int, size: int, proof: Proof, sealer: Sealer | None
 ) -> str | None:
     """Return what is wrong with a payload, or None. One that cannot be checked is only read."""
+    hashed, done, sealed = xxh3_128(), 0, bytearray()
+    opens = proof.sealed and proof.checkable(sealer)
     try:
-        payload = b"".join(payload_pieces(fd, offset, size))
+        for piece in payload_pieces(fd, offset, size):
+            done += len(piece)
+            if opens:
+                sealed += piece
+            elif not proof.sealed:
+                hashed.update(piece)
     except (OSError, OverflowError) as error:
         return f"cannot be read: {getattr(error, 'strerror', None) or error}"
-    if len(payload) < size:
-        return f"truncated: only {len(payload)} of {size} bytes exist"
-    if proof.checkable(sealer) and proof.check(payload, sealer) is None:
-        return f"payload does not match its {proof.name}"
-    return None
+    if done < size:
+        return f"truncated: only {done} of {size} bytes exist"
+    if opens:
+        good = proof.check(sealed, sealer) is not None
+    else:
+        good = proof.sealed or hashed.digest() == proof.value
+    return None if good else f"payload does not match its {proof.name}"

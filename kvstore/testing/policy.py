@@ -361,6 +361,7 @@ class PolicyContract(ABC):
             pytest.skip("this policy ignores this advice")
         policy.cool(iter(cold))
         assert self.residents(policy, keys) == set(keys)
+        assert {*[*policy.order()][: len(cold)]} in (set(), {*cold})
         left: list[bytes] = []
         for number in range(len(cold)):
             left += policy.evict(1, nobody, keys_of(1, 100 + number)) or []

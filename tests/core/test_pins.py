@@ -304,6 +304,46 @@ def test_what_other_prompts_share_stays_when_a_conversation_ends_or_pauses(hints
     assert [rig.in_host(key) for key in asked["a"]] == [True] * 3 + [False] * 3
 
 
+def test_a_prompt_that_another_goes_on_from_is_not_released() -> None:
+    rig, head = Rig(rows=16, on=()), chain("head", 3)
+    chains = rig.core._chains
+    chains.unshared(head)
+    conversations(rig, {"long": [*head, *chain("long", 3)], "short": head})
+    assert chains.unshared(head) == []
+    assert chains.unshared([*head, *chain("long", 3)]) == [*head, *chain("long", 3)]
+
+
+def test_a_head_that_the_device_has_in_part_is_shared_as_a_whole() -> None:
+    """Its load begins in the middle, and what is before it is named by the store."""
+    rig, head = Rig(rows=12, on=()), chain("head", 6)
+    rig.core.follow(Hints(release=True), chain("first", 1), rig.now)
+    conversations(rig, {"b": [*head, *chain("b", 3)]})
+    its = [*head, *chain("a", 3)]
+    rig.core.on_new_request("a", params={"kvstore": {"release": True}})
+    assert rig.resolve(its[3:], "a") == 3
+    rig.load(its[3:6], "a")
+    rig.core.complete_load(its[3:6], "a")
+    rig.put(its, "a")
+    rig.core.on_request_finished("a")
+    rig.settle()
+    fill(rig, "x", 3)
+    fill(rig, "y", 3)
+    assert host_of(rig, head) == 6
+    assert host_of(rig, its) == 6
+
+
+def test_a_conversation_that_is_over_ends_no_pins_of_others() -> None:
+    rig, head = Rig(rows=24, on=()), chain("head", 3)
+    rig.core.follow(Hints(release=True), chain("first", 1), rig.now)
+    asked = {name: [*head, *chain(name, 3)] for name in "ab"}
+    conversations(rig, asked)
+    for keys in asked.values():
+        rig.core.follow(Hints(retain_s=1000.0, retain_host=True), keys, rig.now)
+    rig.core.follow(Hints(release=True), asked["a"], rig.now)
+    assert [*map(rig.core._pins.is_pinned, asked["b"])] == [True] * 6
+    assert [*map(rig.core._pins.is_pinned, asked["a"])] == [True] * 3 + [False] * 3
+
+
 def test_prompts_part_in_each_group_by_itself() -> None:
     full = [b"f%d\0\0\0\0" % number for number in range(3)]
     sliding = [b"s%d\0\0\0\1" % number for number in range(3)]

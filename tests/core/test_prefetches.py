@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import pytest
+
+from kvstore.core.hints import Hints
 from kvstore.types import Op
 from tests.core.rig import Rig, chain
 
@@ -202,25 +205,41 @@ def test_what_a_tier_has_that_does_not_answer_is_fetched_when_it_does() -> None:
     assert all(map(rig.in_host, keys))
 
 
-def test_what_a_congested_tier_has_is_fetched_when_it_is_not_any_more() -> None:
+@pytest.mark.parametrize("planned", [False, True])
+def test_what_a_congested_tier_has_is_fetched_when_it_is_not_any_more(planned: bool) -> None:
     keys, asked, slow = chain("x", 32), chain("y", 16), chain("z", 2)
     rig = Rig(rows=64, on=[[*keys, *asked, *slow]], deadline=100.0, max_wait=2.0)
     assert rig.ask(slow, "slow") is None
     rig.step(1.5)
     rig.end(rig.promotion)
     rig.step()
-    assert rig.core.prefetch(keys) == 32
+    before = keys[:8] if planned else keys
+    assert rig.core.prefetch(before) == len(before)
+    if planned:
+        assert rig.core.follow(Hints(prefetch_after_s=0.25), keys, rig.now) == 0
     assert rig.ask(asked) is None
     rig.step(0.1)
     first, ahead = rig.under_way(Op.PROMOTE)
     assert (len(first.keys), len(ahead.keys)) == (16, 8)
     rig.end(ahead)
-    rig.step(0.1)
-    rig.step(0.1)
+    for _ in range(3):
+        rig.step(0.1)
     assert rig.stats.tiers[0].congested
     rig.end(first)
-    for _ in range(20):
+    for _ in range(40):
         rig.step(0.1)
         for move in list(rig.moves):
             rig.end(move)
     assert all(map(rig.in_host, keys))
+
+
+def test_what_a_tier_has_that_is_away_is_in_nobodys_way() -> None:
+    away, here = chain("x", 16), chain("y", 16)
+    rig = Rig(rows=32, on=[away, here], deadline=1e9)
+    assert rig.core.prefetch(away) == 16
+    assert rig.core.tiers[0].health.failed(Op.PROMOTE, 1e9, "its server is gone")
+    for _ in range(16):
+        rig.step(0.05)
+    assert rig.core.prefetch(here) == 16
+    rig.settle(0.05)
+    assert all(map(rig.in_host, here))

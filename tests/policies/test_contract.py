@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+
+import pytest
 
 from kvstore.policies import EvictionPolicy
 from kvstore.policies.arc import ARC
@@ -12,7 +14,7 @@ from kvstore.policies.lru import LRU
 from kvstore.policies.migration import Migration
 from kvstore.policies.s3fifo import S3FIFO
 from kvstore.policies.sieve import SIEVE
-from kvstore.testing.policy import PolicyContract
+from kvstore.testing.policy import PolicyContract, keys_of, nobody
 
 
 class TestFIFO(PolicyContract):
@@ -73,3 +75,15 @@ class TestMigrationToLRU(PolicyContract):
 class TestMigrationAmidAnother(PolicyContract):
     def create(self, capacity: int) -> EvictionPolicy:
         return HalfWay(HalfWay(SIEVE(capacity), FIFO(capacity)), S3FIFO(capacity))
+
+
+@pytest.mark.parametrize("new", [LRU, ARC, SIEVE, S3FIFO, HitDensity])
+def test_a_policy_that_takes_over_evicts_in_the_order_of_the_old_one(
+    new: Callable[[int], EvictionPolicy],
+) -> None:
+    keys, old = keys_of(10), LRU(10)
+    old.restore(keys)
+    migration = Migration(old, new(10))
+    while migration.left:
+        migration.go_on(3)
+    assert [(migration.new.evict(1, nobody) or [b""])[0] for _ in keys] == keys
