@@ -127,6 +127,12 @@ class Jobs:
         """Chunks that wait to be stored, or are being stored."""
         return len(self._storing)
 
+    @property
+    def upkeep(self) -> bool:
+        """Whether uses are still to be recorded, or segments compacted, which takes steps."""
+        owned = [tier.owned for tier in self.tiers if tier.owned is not None]
+        return any(tier.unrecorded or not tier.compactor.idle for tier in owned)
+
     def lookup(self, key: bytes) -> bool:
         """Whether the chunk can be loaded."""
         return self._place_of(key) >= 0
@@ -190,6 +196,8 @@ class Jobs:
     def poll(self, now: float, completions: Iterable[Completion] = ()) -> None:
         """Take in completed moves, and update the health of the tiers."""
         elapsed, self._polled = now - self._polled, now
+        for tier in self.tiers:
+            tier.index.ages.begin_step(now)
         for completion in completions:
             self._complete(completion, now)
         for tier in self.tiers:

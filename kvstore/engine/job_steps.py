@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import logging
+import threading
 import time
+import weakref
 from collections.abc import Sequence
 
 from kvstore.assembly import open_tiers, spans_of
@@ -11,7 +13,14 @@ from kvstore.config import Config
 from kvstore.core import TierStats
 from kvstore.core.tier_only import Job, Jobs
 from kvstore.engine.engine import EngineThread
-from kvstore.engine.scheduler_steps import IDLE_STEP_SECONDS, WAIT_SECONDS
+from kvstore.engine.scheduler_steps import (
+    CLOSE_SECONDS,
+    IDLE_SECONDS,
+    IDLE_STEP_SECONDS,
+    UPKEEP_SECONDS,
+    WAIT_SECONDS,
+    in_turns,
+)
 from kvstore.observe.logs import warn_with
 from kvstore.tiers import Tier
 from kvstore.tiers.disk.namespace import Namespace
@@ -30,12 +39,14 @@ TELL_SECONDS = 5.0
 """How often it logs that it waits."""
 
 
+@in_turns(but=())
 class JobRunner:
     """Runs jobs for a server with its own host memory; for jobs see `kvstore.core.tier_only`.
 
     A step of the server ends with `end_step`; loads of chunks that `lookup` has found are handed
     over before. Calls are made by one thread at a time. Only `drain` and `close` wait for a tier;
-    `end_step` waits a millisecond at most.
+    `end_step` waits a millisecond at most. While the server makes no steps, uses of chunks are
+    recorded and segments compacted from the engine's thread, in turns with these calls.
 
     Attributes:
         lookup: whether a chunk can be loaded, by its key.
@@ -80,8 +91,10 @@ class JobRunner:
             raise
         self.lookup = self._jobs.lookup
         self.description = "; ".join([f"host memory of {region.description}", *parts])
-        self._closed = False
+        self._closed = self._begun = False
         self._ended = 0.0
+        self._turn = threading.RLock()
+        self._engine.repeat(weakref.WeakMethod(self._go_on_while_idle))
 
     def load(self, number: int, keys: Sequence[bytes], rows: Sequence[int]) -> None:
         """Begin a job that fills `rows`, in this step; the keys in the order of the prompt."""
@@ -101,6 +114,7 @@ class JobRunner:
 
     def poll(self) -> list[Job]:
         """Make a step; returns the jobs that have ended since the last call."""
+        self._begun = True
         self._jobs.poll(time.monotonic(), self._engine.take())
         return self._jobs.take_ended()
 
@@ -111,7 +125,7 @@ class JobRunner:
         if len(self._jobs) and self._jobs.in_flight and now - self._ended < IDLE_STEP_SECONDS:
             self._engine.wait(WAIT_SECONDS)
             now = time.monotonic()
-        self._ended = now
+        self._ended, self._begun = now, False
 
     def drain(self) -> None:
         """Wait until every job has ended, however long its tier takes to answer.
@@ -138,8 +152,10 @@ class JobRunner:
             return True
         self._closed = True
         end = time.monotonic() + seconds
+        # Some is left for the copies under way to end, and for closing the tiers.
+        saved_by = end - min(CLOSE_SECONDS, seconds / 4)
         try:
-            while time.monotonic() < end and self._go_on():
+            while time.monotonic() < saved_by and self._go_on():
                 pass
         except Exception:
             logger.exception(
@@ -173,6 +189,21 @@ class JobRunner:
         self._engine.submit(self._jobs.flush(now))
         if self._spans is not None and (taken := self._jobs.spans.take()):
             self._engine.tell(self._spans.write, taken)
+
+    def _go_on_while_idle(self) -> float:
+        """Make a step of upkeep if there was none for a while; returns seconds to the next look."""
+        if not self._turn.acquire(blocking=False):
+            return IDLE_SECONDS
+        try:
+            now, jobs = time.monotonic(), self._jobs
+            at_work = self._closed or self._begun or now - self._ended < IDLE_SECONDS
+            if at_work or not (jobs.upkeep or jobs.in_flight):
+                return IDLE_SECONDS
+            jobs.poll(now, self._engine.take())
+            self._hand_over(now)
+            return UPKEEP_SECONDS if jobs.in_flight else IDLE_SECONDS
+        finally:
+            self._turn.release()
 
     def _go_on(self) -> bool:
         """Make a step, and wait briefly; returns whether jobs are left."""

@@ -26,7 +26,15 @@ from kvstore.errors import KVStoreError
 from kvstore.observe.logs import warn_of_uncleared
 from kvstore.types import about
 
-__all__ = ["IDLE_STEP_SECONDS", "WAIT_SECONDS", "Stepper", "in_turns"]
+__all__ = [
+    "CLOSE_SECONDS",
+    "IDLE_SECONDS",
+    "IDLE_STEP_SECONDS",
+    "UPKEEP_SECONDS",
+    "WAIT_SECONDS",
+    "Stepper",
+    "in_turns",
+]
 
 logger = logging.getLogger("kvstore")
 

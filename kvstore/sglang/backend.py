@@ -24,7 +24,7 @@ from kvstore.core.reports import Complaints
 from kvstore.errors import ConfigError, KVStoreError
 from kvstore.gate import read_gate
 from kvstore.observe.logs import warn_with
-from kvstore.sglang.pool import Moves, Pool, keys_of, leading, served
+from kvstore.sglang.pool import BATCH_SECONDS, Moves, Pool, keys_of, leading, served
 from kvstore.sizes import parse_size
 from kvstore.types import about
 
@@ -318,11 +318,8 @@ class HiCacheKVStore(HiCacheStorage):
         if target_locations is None:
             target_locations = [torch.empty(pool.page_bytes, dtype=torch.uint8) for _ in keys]
         targets = list(target_locations)
-
-        def read(valid: Callable[[], bool]) -> int:
-            return self._tried(READ, lambda: pool.store.get_into(keys_of(keys), targets), 0)
-
-        filled = self._moved(READ, pool, read)
+        pieces = pool.read_into(keys, targets)
+        filled = self._moved(READ, pool, lambda valid: self._counted(READ, pieces))
         return [target if at < filled else None for at, target in enumerate(targets)]
 
     def set(
@@ -339,13 +336,13 @@ class HiCacheKVStore(HiCacheStorage):
         target_sizes: Any = None,
     ) -> bool:
         """Store pages of attention; whether the store has all of them now."""
-        pool = self._pools[KV]
+        pool, timeout = self._pools[KV], min(self._config.max_wait_s, BATCH_SECONDS)
 
         def put(valid: Callable[[], bool]) -> int:
             with self._storing:
                 if not valid():
                     return 0
-                return pool.store.put(keys_of(keys), values, timeout=self._config.max_wait_s)
+                return pool.store.put(keys_of(keys), values, timeout=timeout)
 
         stored = self._moved(STORED, pool, lambda valid: self._tried(STORED, lambda: put(valid), 0))
         return stored == len(keys)

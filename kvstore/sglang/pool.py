@@ -19,11 +19,12 @@ from sglang.srt.mem_cache.pool_host.mha import MHATokenToKVPoolHost
 from sglang.srt.runtime_context import get_model, get_spec
 
 import kvstore
+from kvstore.api.arguments import targets_of
 from kvstore.config import Config
 from kvstore.errors import KVStoreError
 from kvstore.types import about
 
-__all__ = ["Moves", "Pool", "keys_of", "leading", "served"]
+__all__ = ["BATCH_SECONDS", "Moves", "Pool", "keys_of", "leading", "served"]
 
 logger = logging.getLogger("kvstore")
 
@@ -126,12 +127,15 @@ class Pool:
             store.close()
 
     def leading(self, keys: Sequence[str]) -> int:
-        """How many leading pages there are. Shared stores are asked, and fetched from."""
-        chunks = keys_of(keys)
+        """How many leading pages there are. Shared stores are asked, and fetched from.
+
+        After `BATCH_SECONDS` those that were not found yet count as absent.
+        """
+        chunks, end = keys_of(keys), time.monotonic() + BATCH_SECONDS
         found = self.store.contains_prefix(chunks)
         while self._asks and found < len(chunks):
             piece = chunks[found : found + self._piece]
-            more = self.store.resolve(piece)
+            more = self._resolved(piece, end)
             found += more
             if more < len(piece):
                 break
@@ -139,21 +143,40 @@ class Pool:
 
     def each(self, keys: Sequence[str]) -> list[bool]:
         """Whether it is there, for each page; of the last `MOST_ASKED` stores are asked, too."""
-        chunks = keys_of(keys)
+        chunks, end = keys_of(keys), time.monotonic() + BATCH_SECONDS
         there = self.store.contains(chunks)
         if self._asks:
             for at in range(max(0, len(chunks) - MOST_ASKED), len(chunks)):
-                there[at] = there[at] or self.store.resolve([chunks[at]]) == 1
+                there[at] = there[at] or self._resolved([chunks[at]], end) == 1
         return there
+
+    def _resolved(self, chunks: Sequence[bytes], end: float) -> int:
+        """How many leading chunks there are, as far as stores have told by `end`."""
+        left = end - time.monotonic()
+        if left <= 0:
+            return 0
+        try:
+            return self.store.resolve(chunks, timeout=left)
+        except TimeoutError:
+            return 0
 
     def read(self, keys: Sequence[str], indices: torch.Tensor) -> Iterator[int]:
         """Copy the leading pages to the pool; counts them, piece by piece, for `BATCH_SECONDS`."""
-        places, end = self._places(indices, len(keys)), time.monotonic() + BATCH_SECONDS
+        return self._read(keys, self._places(indices, len(keys)), self._fill)
+
+    def read_into(self, keys: Sequence[str], buffers: Sequence[object]) -> Iterator[int]:
+        """Copy the leading pages to buffers, as `read` does."""
+        yield from self._read(keys, iter(targets_of(buffers, len(keys), self.page_bytes)), _copy)
+
+    def _read(
+        self, keys: Sequence[str], places: Iterator[Any], fill: Callable[[Any, _Bytes], None]
+    ) -> Iterator[int]:
+        end = time.monotonic() + BATCH_SECONDS
         with self.store.windows(keys_of(keys), self._piece) as windows:
             for chunks in windows:
                 taken = list(islice(places, len(chunks)))
                 for at, place in enumerate(taken):
-                    self._fill(place, chunks.array(at, np.uint8))
+                    fill(place, chunks.array(at, np.uint8))
                 yield len(taken)
                 if time.monotonic() >= end:
                     return
@@ -260,6 +283,10 @@ def served() -> dict[str, Any]:
         "draft": draft,
         "settings": {name: value for name, value in told.items() if value not in (None, "", "{}")},
     }
+
+
+def _copy(target: _Bytes, chunk: _Bytes) -> None:
+    target[:] = chunk
 
 
 def _memory(pointer: int, size: int) -> _Bytes:

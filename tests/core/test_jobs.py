@@ -103,6 +103,18 @@ def test_a_store_ends_when_its_chunks_are_there_and_they_are_found() -> None:
     assert end.moved == 0
 
 
+def test_it_is_told_how_long_chunks_that_leave_were_not_used() -> None:
+    bench = Bench(most=8)
+    for number in range(32):
+        bench.jobs.store(number, chain(str(number), 6), range(6), "r", bench.now)
+        bench.finish()
+        bench.step(1.0)
+    stats = bench.tier.stats()
+    assert stats.evicted >= 64
+    assert stats.ages.count > 0
+    assert 5.0 <= stats.ages.mean <= 32.0
+
+
 def test_a_load_tells_which_of_its_chunks_have_come() -> None:
     bench = Bench(A)
     bench.jobs.load(1, [*A, b"nowhere"], range(7), bench.now)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import asyncio
 import contextlib
 import importlib
 import json
@@ -28,6 +29,7 @@ from kvstore.errors import ConfigError, KVStoreError
 from kvstore.gate import Gate
 from kvstore.sglang.backend import KV, HiCacheKVStore
 from kvstore.tiers.disk.io.buffered import BufferedIO
+from kvstore.tiers.remote.tier import StoreTier
 from kvstore.tools.cli import main
 from tests.sglang.pools import (
     PAGE,
@@ -101,6 +103,44 @@ def test_of_a_batch_that_takes_too_long_the_rest_is_not_moved(
 
         monkeypatch.setattr(one._pools["kv"].store, "put", slow)
         assert one.batch_set_v1(names, here) == [True] * piece + [False] * (count - piece)
+
+
+def test_pages_as_tensors_have_the_same_limit_of_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    count = SLOTS // 2 // PAGE
+    with _backend(attention("page_first"), extra(tmp_path, in_place=False)) as one:
+        piece, names = one._pools["kv"]._piece, _names(count)
+        assert piece < count
+        assert all(one.batch_set_v1(names, torch.arange(count * PAGE)))
+        monkeypatch.setattr("kvstore.sglang.pool.BATCH_SECONDS", 0.0)
+        came = [page is not None for page in one.batch_get(names)]
+        assert came == [True] * piece + [False] * (count - piece)
+
+
+def test_a_store_is_not_asked_for_longer_than_sglang_waits_for_the_thread(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shared: dict[str, Any] = {"tiers": [{"type": "object", "url": f"file://{tmp_path}/store"}]}
+    (tmp_path / "store").mkdir()
+    given, names = extra(None, host="64KiB", **shared), _names(40)
+    with _backend(attention("page_first"), given) as one:
+        assert all(one.batch_set_v1(names, torch.arange(40 * PAGE)))
+        assert one._pools["kv"].store.flush(30)
+    monkeypatch.setattr("kvstore.sglang.pool.BATCH_SECONDS", 1.0)
+    read = StoreTier.read
+
+    async def slow(self: StoreTier, *told: Any) -> Any:
+        await asyncio.sleep(0.4)
+        return await read(self, *told)
+
+    with _backend(attention("page_first", seed=1), given) as other:
+        monkeypatch.setattr(StoreTier, "read", slow)
+        pool, begun = other._pools["kv"], time.monotonic()
+        assert 0 < other.batch_exists(names) < 40
+        assert time.monotonic() - begun < 1.5
+        assert any(pool.each(names))
+        assert not all(pool.each(names))
 
 
 def test_the_file_backend_stores_the_same_bytes(tmp_path: Path) -> None:
@@ -460,19 +500,18 @@ def test_tensors_that_are_read_amid_a_clear_are_not_told(
     with _backend(attention("page_first"), extra(tmp_path, in_place=False)) as one:
         pool = one._pools["kv"]
         assert one.batch_set(names, [torch.ones(pool.page_bytes, dtype=torch.uint8)] * 4)
-        real = pool.store.get_into
+        real = pool.read_into
 
-        def cleared(*args: Any) -> int:
-            filled: int = real(*args)
+        def cleared(*args: Any) -> Iterator[int]:
+            yield from real(*args)
             clearing.start()
             end = time.monotonic() + WAIT_S
             while not one._clears:
                 assert time.monotonic() < end
                 time.sleep(0.001)
-            return filled
 
         clearing = threading.Thread(target=one.clear)
-        monkeypatch.setattr(pool.store, "get_into", cleared)
+        monkeypatch.setattr(pool, "read_into", cleared)
         # It waits for what is being stored; the weights are others already.
         with one._storing:
             assert one.batch_get(names) == [None] * 4

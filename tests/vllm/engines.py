@@ -17,6 +17,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -76,13 +77,12 @@ class SharedMemory:
     Attributes:
         session: the session, once it has begun.
         seen: (seconds, bytes of all regions together, regions), at each change.
-        holders: the most processes that held a region at once.
     """
 
     def __init__(self) -> None:
         self.session: int | None = None
         self.seen: list[tuple[float, int, int]] = []
-        self.holders = 0
+        self._looks: Counter[str] = Counter()
         self._others = set(os.listdir("/proc"))
         self._done = threading.Event()
         self._thread = threading.Thread(target=self._watch)
@@ -91,6 +91,11 @@ class SharedMemory:
     def peak(self) -> int:
         """The most bytes that were there at once."""
         return max(size for _, size, _ in self.seen)
+
+    @property
+    def holders(self) -> int:
+        """How many processes held a region, those left out that did so for a moment only."""
+        return sum(looks >= 3 for looks in self._looks.values())
 
     @property
     def regions(self) -> int:
@@ -109,13 +114,11 @@ class SharedMemory:
         started = time.monotonic()
         while not self._done.wait(0.002):
             held: dict[int, int] = {}
-            holders = 0
             for name in set(os.listdir("/proc")) - self._others:
                 if name.isdigit() and self._is_ours(int(name)):
                     found = self._of(int(name))
                     held.update(found)
-                    holders += bool(found)
-            self.holders = max(self.holders, holders)
+                    self._looks[name] += bool(found)
             now = (sum(held.values()), len(held))
             if not self.seen or self.seen[-1][1:] != now:
                 self.seen.append((time.monotonic() - started, *now))

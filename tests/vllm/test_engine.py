@@ -205,6 +205,5 @@ def test_two_tensor_parallel_workers_share_the_rows_and_never_have_more(tmp_path
     left = {name for name in set(os.listdir("/dev/shm")) - before if "kvstore" in name}
     assert not left, "shared memory left its rendezvous"
     assert memory.regions == 1
-    # A process that is about to run another program holds it for a moment, too.
     assert memory.holders >= 3, "the scheduler's process and both workers hold it"
     assert size <= memory.peak <= 1.05 * size

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import random
@@ -16,6 +17,7 @@ import pytest
 pytest.importorskip("vllm")
 
 from kvstore.errors import ConfigError, KVStoreError
+from kvstore.tiers.disk import DiskTier
 from kvstore.vllm.engine import building
 from tests.exported import Exported
 from tests.patience import PATIENCE
@@ -94,6 +96,43 @@ def test_stores_that_wait_at_the_end_are_finished(tmp_path: Path) -> None:
         server.put(keys_of(range(10)), settle=False)
     with Server(options(tmp_path)) as server:
         assert server.get(keys_of(range(10))) == 10
+
+
+def test_uses_are_recorded_while_the_server_is_idle(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("kvstore.core.recency.NOTE_SECONDS", 0.5)
+    with Server(options(tmp_path)) as server:
+        server.put(keys_of(range(8)))
+        server.forget_host()
+        assert server.get(keys_of(range(4))) == 4
+        tier, end = server.tier._runner._jobs.target, time.monotonic() + PATIENCE
+        while tier.unrecorded:
+            assert time.monotonic() < end, "uses that a kill would lose are never recorded"
+            time.sleep(0.05)
+        assert server.get(keys_of(range(4))) == 4
+
+
+def test_a_slow_disk_is_closed_in_order_though_not_all_stores_fit_in_the_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    write = DiskTier.write
+
+    async def slow(self: DiskTier, *told: Any) -> Any:
+        await asyncio.sleep(0.3)
+        return await write(self, *told)
+
+    told: dict[str, Any] = {"shutdown_timeout_s": 4.0, "write_queue_bytes": 4 * CHUNK}
+    told["capacity_bytes"] = 8 * segment_bytes()
+    with Server(options(tmp_path, **told), rows=256) as server:
+        server.put(keys_of(range(8)))
+        monkeypatch.setattr(DiskTier, "write", slow)
+        server.put(keys_of(range(8, 108)), settle=False)
+        server.step()
+    assert "left behind" not in caplog.text
+    assert not list(Path("/dev/shm").glob(f"vllm_offload_{server.spec.config.engine_id}*"))
+    with Server(options(tmp_path, **told), rows=256) as server:
+        assert 8 < server.get(keys_of(range(108))) < 108
 
 
 def test_capacity_is_a_hard_limit_and_the_coldest_leave(tmp_path: Path) -> None:
