@@ -14,12 +14,12 @@ from kvstore.core import TierStats
 from kvstore.core.tier_only import Job, Jobs
 from kvstore.engine.engine import EngineThread
 from kvstore.engine.scheduler_steps import (
-    CLOSE_SECONDS,
     IDLE_SECONDS,
     IDLE_STEP_SECONDS,
     UPKEEP_SECONDS,
     WAIT_SECONDS,
     in_turns,
+    seconds_to_save,
 )
 from kvstore.observe.logs import warn_with
 from kvstore.tiers import Tier
@@ -152,8 +152,7 @@ class JobRunner:
             return True
         self._closed = True
         end = time.monotonic() + seconds
-        # Some is left for the copies under way to end, and for closing the tiers.
-        saved_by = end - min(CLOSE_SECONDS, seconds / 4)
+        saved_by = time.monotonic() + seconds_to_save(seconds)
         try:
             while time.monotonic() < saved_by and self._go_on():
                 pass

@@ -27,13 +27,13 @@ from kvstore.observe.logs import warn_of_uncleared
 from kvstore.types import about
 
 __all__ = [
-    "CLOSE_SECONDS",
     "IDLE_SECONDS",
     "IDLE_STEP_SECONDS",
     "UPKEEP_SECONDS",
     "WAIT_SECONDS",
     "Stepper",
     "in_turns",
+    "seconds_to_save",
 ]
 
 logger = logging.getLogger("kvstore")
@@ -195,8 +195,7 @@ class Stepper:
         self._closed = True
         end = time.monotonic() + seconds
         try:
-            # Some is left for closing the tiers that do answer.
-            self._save(end - min(CLOSE_SECONDS, seconds / 4))
+            self._save(time.monotonic() + seconds_to_save(seconds))
             warn_of_uncleared(self.core.uncleared)
         except Exception:
             logger.exception(
@@ -254,6 +253,14 @@ class Stepper:
         if self.begun:
             return self.ends_told or now - self.began < IDLE_SECONDS
         return now - self._ended < IDLE_SECONDS
+
+
+def seconds_to_save(seconds: float) -> float:
+    """Return how many of the seconds for a close are for what is not copied yet.
+
+    The rest is for moves under way to end, and for closing the tiers.
+    """
+    return seconds - min(CLOSE_SECONDS, seconds / 4)
 
 
 def _engine_over(assembly: Assembly) -> EngineThread:

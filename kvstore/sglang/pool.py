@@ -166,7 +166,9 @@ class Pool:
 
     def read_into(self, keys: Sequence[str], buffers: Sequence[object]) -> Iterator[int]:
         """Copy the leading pages to buffers, as `read` does."""
-        yield from self._read(keys, iter(targets_of(buffers, len(keys), self.page_bytes)), _copy)
+        yield from self._read(
+            keys, iter(targets_of(buffers, len(keys), self.page_bytes)), np.copyto
+        )
 
     def _read(
         self, keys: Sequence[str], places: Iterator[Any], fill: Callable[[Any, _Bytes], None]
@@ -283,10 +285,6 @@ def served() -> dict[str, Any]:
         "draft": draft,
         "settings": {name: value for name, value in told.items() if value not in (None, "", "{}")},
     }
-
-
-def _copy(target: _Bytes, chunk: _Bytes) -> None:
-    target[:] = chunk
 
 
 def _memory(pointer: int, size: int) -> _Bytes:

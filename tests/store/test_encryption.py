@@ -160,6 +160,24 @@ def forget(keys_file: Path, gets: str) -> list[bytes]:
     return [secret.id for secret in (*keys.get("alice", ()), *keys["*"])]
 
 
+def config_of(kind: str, folder: Path, keys_file: Path) -> dict[str, Any]:
+    """A configuration with a disk, or with a store alone."""
+    its = config(folder / "kv", keys_file)
+    if kind == "store":
+        its["tiers"] = [{"type": "object", "url": (folder / "kv").as_uri(), "timeout_s": 60}]
+    return its
+
+
+async def check_found_anew(its: dict[str, Any]) -> None:
+    """A later process finds three chunks that Alice has stored since, and none from before."""
+    async with kvstore.open(its) as store:
+        assert [await contents(store, [key]) for key in ALICE[:3]] == [
+            [payload(key)] for key in ALICE[:3]
+        ]
+        assert [await contents(store, [key]) for key in ALICE[3:]] == [[]] * (len(ALICE) - 3)
+        assert await contents(store, BOB) == payloads(BOB)
+
+
 @pytest.mark.usefixtures("soon")
 @pytest.mark.parametrize("flow", ["write-through", "demote", "exclusive"])
 @pytest.mark.parametrize("kind", ["disk", "store"])
@@ -175,9 +193,7 @@ async def test_what_is_in_host_memory_of_a_tenant_that_is_forgotten_goes_nowhere
     """She may be forgotten and get a key between two looks at the keys."""
     if (kind, flow) == ("store", "exclusive"):
         pytest.skip("a store is shared")
-    its = config(tmp_path / "kv", keys_file)
-    if kind == "store":
-        its["tiers"] = [{"type": "object", "url": (tmp_path / "kv").as_uri()}]
+    its = config_of(kind, tmp_path, keys_file)
     its["tiers"][0]["flow"] = flow
     async with kvstore.open(its) as store:
         await store.put(ALICE + BOB, payloads(ALICE + BOB))
@@ -191,12 +207,7 @@ async def test_what_is_in_host_memory_of_a_tenant_that_is_forgotten_goes_nowhere
         await until_async(lambda: not store._core.hidden)
         # What she stores from now on is kept with that key, or the one of all others.
         assert await store.put(ALICE[:3], payloads(ALICE[:3]), durable=True) == 3
-    async with kvstore.open(its) as store:
-        assert [await contents(store, [key]) for key in ALICE[:3]] == [
-            [payload(key)] for key in ALICE[:3]
-        ]
-        assert [await contents(store, [key]) for key in ALICE[3:]] == [[]] * (len(ALICE) - 3)
-        assert await contents(store, BOB) == payloads(BOB)
+    await check_found_anew(its)
 
 
 @pytest.mark.usefixtures("soon")
@@ -219,9 +230,7 @@ async def test_what_is_being_written_when_a_tenant_is_forgotten_is_under_no_key_
         return seals[-1]
 
     monkeypatch.setattr(Coder, "encode", held)
-    its = config(tmp_path / "kv", keys_file)
-    if kind == "store":
-        its["tiers"] = [{"type": "object", "url": (tmp_path / "kv").as_uri(), "timeout_s": 60}]
+    its = config_of(kind, tmp_path, keys_file)
     async with kvstore.open(its) as store:
         assert await store.put(ALICE[:2], payloads(ALICE[:2])) == 2
         await until_async(waits.is_set)
@@ -259,9 +268,7 @@ async def test_what_is_put_before_the_core_lets_a_tenant_go_does_not_count_as_du
 
     monkeypatch.setattr(KeyRing, "forgotten", lambda r: tell(r) if told.is_set() else Changes())
     monkeypatch.setattr(Coder, "encode", held)
-    its = config(tmp_path / "kv", keys_file)
-    if kind == "store":
-        its["tiers"] = [{"type": "object", "url": (tmp_path / "kv").as_uri(), "timeout_s": 60}]
+    its = config_of(kind, tmp_path, keys_file)
     async with kvstore.open(its) as store:
         ring = store._assembly.tiers[0].key_ring
         assert ring is not None
@@ -279,12 +286,7 @@ async def test_what_is_put_before_the_core_lets_a_tenant_go_does_not_count_as_du
         await until_async(lambda: not any(store.contains(ALICE)) and not store._core.hidden)
         # From now on what she stores is kept.
         assert await store.put(ALICE[:3], payloads(ALICE[:3]), durable=True) == 3
-    async with kvstore.open(its) as store:
-        assert [await contents(store, [key]) for key in ALICE[:3]] == [
-            [payload(key)] for key in ALICE[:3]
-        ]
-        assert [await contents(store, [key]) for key in ALICE[3:]] == [[]] * (len(ALICE) - 3)
-        assert await contents(store, BOB) == payloads(BOB)
+    await check_found_anew(its)
 
 
 @pytest.mark.usefixtures("soon")

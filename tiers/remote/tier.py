@@ -21,8 +21,7 @@ from collections.abc import Callable, Coroutine, Sequence
 from functools import partial
 from typing import Any, TypeVar
 
-from kvstore.concurrency import Daemons, outlast
-from kvstore.errors import KVStoreError
+from kvstore.concurrency import outlast
 from kvstore.tiers.base import Tier, Transfer, error_of
 from kvstore.tiers.coding import Coder
 from kvstore.tiers.disk.digest import digest
@@ -30,7 +29,7 @@ from kvstore.tiers.disk.namespace import Namespace
 from kvstore.tiers.pinned import PinnedRegion
 from kvstore.tiers.remote.client import SHARED_EPOCH, StoreClient, StoreError, Unread, checked
 from kvstore.tiers.remote.gate import Gate
-from kvstore.tiers.remote.loop import ClientLoop, two_at_once
+from kvstore.tiers.remote.loop import ClientLoop, in_thread, two_at_once
 from kvstore.tiers.remote.record import NO_KEY, RECORD_BYTES, encode, fault_of, seed_of
 from kvstore.tiers.remote.suspects import Suspects
 from kvstore.tiers.remote.sweeper import MOST_REMOVED, PARTS, Sweeper
@@ -257,12 +256,12 @@ class StoreTier(Tier):
             await self._loop.run(self._close())
         try:
             # A client that ends slowly holds up nobody's loop.
-            ending = Daemons("kvstore-store").submit(self._loop.end)
-        except KVStoreError:
+            ending = in_thread(self._loop.end)
+        except StoreError:
             # No thread can be started any more, as when the interpreter ends.
             self._loop.end()
         else:
-            await outlast(asyncio.wrap_future(ending))
+            await outlast(ending)
 
     def detach(self) -> None:
         self._loop.cancel_all()
