@@ -72,6 +72,8 @@ class Questions:
         for store in self._stores:
             if not store.worth_asking:
                 continue
+            # What it is known to have must not be forgotten while the request waits for it.
+            store.keep([key for key in request.keys if key not in chunks])
             # The cause of slow reads from an outpaced store may be over.
             read = 0.0 if store.health.recompute.outpaced else store.health.pace.per_chunk
             lasts = store.patience.lasts(len(keys), compute, read)

@@ -92,6 +92,26 @@ def test_what_the_store_had_is_asked_about_again_when_the_answer_counts_no_more(
     assert KEYS[5] not in rig.core.tiers[0].entries
 
 
+def test_what_the_store_has_is_not_forgotten_while_a_request_waits_for_it() -> None:
+    rig = with_store(lasts=60.0, rows=2)
+    keys, others = KEYS[:2], chain("b", 2)
+    assert told(rig, others, has=others, request="other") == 2
+    rig.core.prepare_load(others, "other")
+    assert rig.ask(keys, "first") is None
+    rig.step()
+    answer(rig, has=keys)
+    rig.core.on_request_finished("first")
+    rig.step(59.5)
+    assert rig.ask(keys) is None
+    for _ in range(3):
+        rig.step(0.3)
+    assert not rig.under_way(Op.PROMOTE), "no row is free"
+    rig.core.complete_load(others, "other")
+    rig.core.on_request_finished("other")
+    rig.step()
+    assert rig.promotion.keys == keys
+
+
 def test_two_requests_with_the_same_keys_ask_once() -> None:
     rig = with_store()
     assert rig.ask(KEYS[:4], "one") is None

@@ -61,3 +61,7 @@ def prepare(folder: str) -> None:
 
     get_parallel().override_permanently(**RANKS)
     cache_controller.is_dp_attention_enabled = lambda: False
+    # Compiled at its first use, which can take longer than a test waits for an answer.
+    from sglang.srt.mem_cache.utils import get_hash_str
+
+    get_hash_str([0])

@@ -86,6 +86,11 @@ class AskedTier(CopyTarget):
             return self.health.failed(move.op, now, completion.error)
         return self.health.went_well(move.op)
 
+    def keep(self, keys: Sequence[bytes]) -> None:
+        """Let answers that the store has these count as long as new ones."""
+        known = [key for key in keys if key in self.entries]
+        self.index.disappear(self.answers.has(known, self._now))
+
     def _answered(self, keys: Sequence[bytes], completion: Completion, now: float) -> None:
         answers = self.answers
         since = answers.asked.get(keys[0])
@@ -141,8 +146,7 @@ class AskedTier(CopyTarget):
 
     def promoted(self, keys: Sequence[bytes]) -> None:
         super().promoted(keys)
-        known = [key for key in keys if key in self.entries]
-        self.index.disappear(self.answers.has(known, self._now))
+        self.keep(keys)
 
     def not_promoted(self, key: bytes, *, perhaps_whole: bool) -> None:
         """Note a failed read of the chunk, which is tried again a few times if it may be intact."""
