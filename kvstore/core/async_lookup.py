@@ -120,7 +120,10 @@ class Questions:
             self._soonest = min((each for each in left if each > now), default=math.inf)
 
     def pass_over(self, now: float) -> None:
-        """Let requests pass over leading keys that will not arrive, as the stores have answered."""
+        """Let requests pass over leading keys that will not arrive, as the stores have answered.
+
+        Where a prompt's chunks are of use only together with all before them, that ends the wait.
+        """
         waiting = [request for request in self._queue.waiting.values() if request.awaits_answer]
         readable = [tier.entries for tier in self._tiers if tier.health.readable]
         for request in waiting:
@@ -129,6 +132,7 @@ class Questions:
             while place < len(keys) and self._is_nowhere(keys[place], readable, waits):
                 place += 1
             if place > request.granted:
+                place = place if request.gaps else len(keys)
                 request.grant(place, needs_rows=None, short_of_rows=False)
             self._queue.answer_if_complete(request, now)
 

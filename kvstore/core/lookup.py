@@ -357,7 +357,7 @@ class Lookups:
             if request.deferring and request.turned:
                 # Hits are kept by their place in the list, so this comes before the sorting.
                 self.keep_hits()
-                request.keys[:] = request.sorted(request.keys)
+                request.put_in_order()
 
     def keep_hits(self) -> None:
         """Keep the chunks that answered "hit" in this step until it ends.

@@ -359,7 +359,11 @@ class Grants:
                     break
             if tier is None:
                 if now >= request.answer_by or not self.is_asked(key):
-                    continue
+                    if request.gaps or unasked:
+                        continue
+                    # Nothing behind this one is of use.
+                    plan.reach = len(request.keys)
+                    break
                 # Keys behind this one are not fetched before it is known whether it arrives.
                 plan.reach, plan.awaits_answer = position, True
                 break

@@ -98,6 +98,7 @@ class Request:
             those of its fetch until then.
         put_off: it was turned away by a full step, and waits for its turn.
         unseen: the last step that turned it away.
+        gaps: whether chunks behind one that is missing are of use to it.
         linked: how many of `keys` the policies know as a chain, while it waits.
         position: returns where in the prompt a key belongs, in tokens, if the server says so.
         one_group: all its keys are of one KV cache group. They are then named in prompt order,
@@ -135,6 +136,7 @@ class Request:
     queued: bool = False
     put_off: bool = False
     unseen: int = -1
+    gaps: bool = False
     linked: int = 0
     position: Callable[[bytes], int] | None = None
     one_group: bool = False
@@ -250,6 +252,11 @@ class Request:
         if position is None:
             return False
         return not self.one_group or position(self.keys[0]) > position(self.keys[-1])
+
+    def put_in_order(self) -> None:
+        """Put `keys`, which were asked for in another order, into that of the prompt."""
+        self.keys[:] = self.sorted(self.keys)
+        self.gaps = True
 
     def count(self, keys: Iterable[bytes]) -> list[bytes]:
         """Mark `keys` as counted; returns those that the filters were not told of before."""

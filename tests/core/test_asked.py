@@ -112,6 +112,42 @@ def test_what_the_store_has_is_not_forgotten_while_a_request_waits_for_it() -> N
     assert rig.promotion.keys == keys
 
 
+def test_nothing_is_fetched_behind_a_chunk_that_the_store_lacks() -> None:
+    rig = with_store()
+    assert rig.ask(KEYS) is None
+    rig.step()
+    answer(rig, has=[key for key in KEYS if key != KEYS[2]])
+    rig.step()
+    rig.step()
+    assert rig.promotion.keys == KEYS[:2]
+    rig.end(rig.promotion)
+    rig.step()
+    assert rig.ask(KEYS) == 2
+    assert rig.under_way(Op.PROMOTE) == []
+
+
+def test_a_store_that_lacks_the_head_costs_no_fetch() -> None:
+    rig = with_store()
+    assert rig.ask(KEYS) is None
+    rig.step()
+    answer(rig, has=KEYS[1:])
+    rig.step()
+    assert rig.ask(KEYS) == 0
+    assert rig.under_way(Op.PROMOTE) == []
+
+
+def test_what_a_window_needs_is_fetched_though_the_head_is_nowhere() -> None:
+    rig = with_store()
+    rig.core.on_new_request("r", KEYS.index, one_group=True)
+    for key in reversed(KEYS):
+        assert rig.core.lookup(key, "r") is None
+    rig.step()
+    answer(rig, has=KEYS[3:])
+    rig.step()
+    rig.step()
+    assert rig.promotion.keys == KEYS[3:]
+
+
 def test_two_requests_with_the_same_keys_ask_once() -> None:
     rig = with_store()
     assert rig.ask(KEYS[:4], "one") is None
