@@ -90,8 +90,7 @@ class Assembly:
 
     def abandon(self, *, region: bool = False) -> None:
         """Let go of what is open, and of the memory if wanted, without waiting."""
-        for tier in self.tiers:
-            tier.abandon()
+        abandon_tiers(self.tiers)
         for one in (self.recorder, self.control):
             if one is not None:
                 one.abandon()
@@ -110,7 +109,11 @@ def rows_for(config: Config, chunk_bytes: int) -> RegionShape:
         ConfigError: if not even one row fits.
     """
     row_bytes = round_to_page(chunk_bytes)
-    tail_bytes = _tail_bytes(config, chunk_bytes)
+    kinds = [tier.type for tier in config.tiers if isinstance(tier, TierConfig)]
+    tail_bytes = round_to_page(max(map(tail_bytes_of, kinds), default=0))
+    if chunk_bytes % PAGE or tail_bytes * TAIL_SHARE > chunk_bytes:
+        # Chunks are small, or end before their row does.
+        tail_bytes = 0
     rows = config.cpu_bytes_to_use // (row_bytes + tail_bytes)
     if rows < 1:
         raise ConfigError(
@@ -118,14 +121,6 @@ def rows_for(config: Config, chunk_bytes: int) -> RegionShape:
             f"of {row_bytes + tail_bytes} bytes"
         )
     return RegionShape(rows, row_bytes, tail_bytes)
-
-
-def _tail_bytes(config: Config, chunk_bytes: int) -> int:
-    """Return the bytes after each row for tiers that want them: none if chunks are small, or end
-    before their row does."""
-    kinds = [tier.type for tier in config.tiers if isinstance(tier, TierConfig)]
-    wanted = round_to_page(max(map(tail_bytes_of, kinds), default=0))
-    return 0 if chunk_bytes % PAGE or wanted * TAIL_SHARE > chunk_bytes else wanted
 
 
 def assemble(
@@ -144,57 +139,45 @@ def assemble(
     """
     namespace = namespace_of(config, chunk_bytes, region.row_bytes, label, identity)
     with ExitStack() as opened:
-        assembly = _assemble(config, region, chunk_bytes, namespace, opened, events)
+        tiers: list[Tier] = []
+        opened.callback(abandon_tiers, tiers)
+        views, parts = open_tiers(config, region, chunk_bytes, namespace, tiers)
+        demotes = any(view.flow is not Flow.WRITE_THROUGH for view in views)
+        policy = build_policy(config.host_policy, region.rows, config.tenants)
+        filters = build_filters(config.host_filters, region.rows, chunk_bytes, config.tenants)
+        spare = int(region.rows * config.demote_ahead) if demotes else 0
+        pool = HostPool(region.rows, policy, filters, spare)
+        # What is pinned leaves to tenants what is guaranteed to them.
+        guaranteed = 0.0 if config.tenants is None else config.tenants.guaranteed
+        core = Core(
+            pool,
+            views,
+            deadline=config.deadline_s,
+            max_wait=config.max_wait_s,
+            lease=config.lease_s,
+            events=events,
+            pinned_share=min(config.pinned_share, 1 - guaranteed),
+            recompute=config.compute_pace,
+            chunk_bytes=chunk_bytes,
+            log=warn_with(logger),
+        )
+        rules = [region.description, str(config.host_policy), *map(str, config.host_filters)]
+        if config.tenants is not None:
+            rules.append(f"shares of tenants: {', '.join([*config.tenants.named, 'others'])}")
+        host = f"host {format_size(region.size)} ({', '.join(rules)})"
+        recorder = None
+        if config.record_trace is not None:
+            recorder = Recorder(config.record_trace, config.record_trace_bytes, chunk_bytes)
+            opened.callback(recorder.abandon)
+            core.on_prompt_end(recorder.add)
+            parts.append(f"requests recorded in {recorder.path}")
+        if not COMPILED:
+            parts.append(NOT_COMPILED)
+        description = "; ".join([host, *parts])
+        spans = spans_of(config, views, core.want_spans, chunk_bytes)
+        control, commands = control_of(config, tiers, region, description)
         opened.pop_all()
-        return assembly
-
-
-def _assemble(
-    config: Config,
-    region: PinnedRegion,
-    chunk_bytes: int,
-    namespace: Namespace,
-    opened: ExitStack,
-    events: bool,
-) -> Assembly:
-    tiers: list[Tier] = []
-    opened.callback(abandon_tiers, tiers)
-    views, parts = open_tiers(config, region, chunk_bytes, namespace, tiers)
-    demotes = any(view.flow is not Flow.WRITE_THROUGH for view in views)
-    policy = build_policy(config.host_policy, region.rows, config.tenants)
-    filters = build_filters(config.host_filters, region.rows, chunk_bytes, config.tenants)
-    spare = int(region.rows * config.demote_ahead) if demotes else 0
-    pool = HostPool(region.rows, policy, filters, spare)
-    # What is pinned leaves to tenants what is guaranteed to them.
-    guaranteed = 0.0 if config.tenants is None else config.tenants.guaranteed
-    core = Core(
-        pool,
-        views,
-        deadline=config.deadline_s,
-        max_wait=config.max_wait_s,
-        lease=config.lease_s,
-        events=events,
-        pinned_share=min(config.pinned_share, 1 - guaranteed),
-        recompute=config.compute_pace,
-        chunk_bytes=chunk_bytes,
-        log=warn_with(logger),
-    )
-    rules = [region.description, str(config.host_policy), *map(str, config.host_filters)]
-    if config.tenants is not None:
-        rules.append(f"shares of tenants: {', '.join([*config.tenants.named, 'others'])}")
-    host = f"host {format_size(region.size)} ({', '.join(rules)})"
-    recorder = None
-    if config.record_trace is not None:
-        recorder = Recorder(config.record_trace, config.record_trace_bytes, chunk_bytes)
-        opened.callback(recorder.abandon)
-        core.on_prompt_end(recorder.add)
-        parts.append(f"requests recorded in {recorder.path}")
-    if not COMPILED:
-        parts.append(NOT_COMPILED)
-    description = "; ".join([host, *parts])
-    spans = spans_of(config, views, core.want_spans, chunk_bytes)
-    control, commands = control_of(config, tiers, region, description)
-    return Assembly(core, region, tiers, description, recorder, spans, control, commands)
+        return Assembly(core, region, tiers, description, recorder, spans, control, commands)
 
 
 def control_of(
@@ -331,8 +314,8 @@ def open_tiers(
             if isinstance(view, OwnedTier):
                 said.insert(0, str(tier_config.eviction_policy))
                 said += [*map(str, tier_config.admission), f"{found} chunks found"]
-            if isinstance(view, OwnedTier) and isinstance(tier_config, DiskConfig):
-                view.compactor.set_rate(tier_config.compaction_rate / size)
+                if isinstance(tier_config, DiskConfig):
+                    view.compactor.set_rate(tier_config.compaction_rate / size)
             parts.append(f"{_label(views)}: {', '.join([tier.description, *said])}")
     return views, parts
 
@@ -393,7 +376,7 @@ def _view(
 async def build(config: Config) -> Assembly:
     """Create the host memory of a store and open its tiers.
 
-    If it is cancelled nothing stays open.
+    If it is cancelled, or its loop is closed, nothing stays open.
 
     Raises:
         KVStoreError: if a path or a value cannot be used.
@@ -414,8 +397,9 @@ async def build(config: Config) -> Assembly:
     opening = Daemons("kvstore-open").submit(opened)
     try:
         return await asyncio.wrap_future(opening)
-    except asyncio.CancelledError:
-        # A thread cannot be stopped: what it opens is closed once it is done.
+    except BaseException:
+        # It is cancelled, or its loop closed. A thread cannot be stopped: what it opens is closed
+        # once it is done.
         opening.add_done_callback(_abandon)
         raise
 

@@ -13,6 +13,7 @@ import weakref
 from asyncio import _get_running_loop as running_loop
 from collections.abc import Callable, Coroutine
 from concurrent.futures import Executor, Future
+from functools import partial
 from typing import Any, TypeVar
 
 from kvstore.errors import KVStoreError
@@ -124,12 +125,8 @@ def in_thread(call: Callable[[], _T], executor: Executor) -> asyncio.Future[_T]:
         RuntimeError: if no thread can be had; then the call is not made, now or later.
     """
     future: Future[_T] = Future()
-
-    def run() -> None:
-        _run_into(future, call)
-
     try:
-        asyncio.get_running_loop().run_in_executor(executor, run)
+        asyncio.get_running_loop().run_in_executor(executor, _run_into, future, call)
     except RuntimeError:
         # By then an executor may have queued it, and would make it when a thread becomes free.
         if future.cancel():
@@ -232,8 +229,22 @@ class Home:
         Raises:
             KVStoreError: if this loop is not the one that runs here.
         """
-        if running_loop() is not self.loop:
-            raise KVStoreError(self._where())
+        if running_loop() is self.loop:
+            return
+        if os.getpid() != self._pid:
+            raise KVStoreError(
+                f"the store belongs to process {self._pid}, this is {os.getpid()}; "
+                "open one of your own after a fork"
+            )
+        if threading.current_thread() is not self._thread:
+            raise KVStoreError(
+                f"the store belongs to the loop of thread {self._thread.name!r}, this is "
+                f"{threading.current_thread().name!r}; call it there by "
+                "asyncio.run_coroutine_threadsafe or loop.call_soon_threadsafe"
+            )
+        raise KVStoreError(
+            "the store belongs to the loop on which it was opened, which does not run here"
+        )
 
     def send(self, call: Callable[[], object]) -> None:
         """Make the call on the loop soon; not if the loop has ended or in another process.
@@ -243,20 +254,6 @@ class Home:
         if os.getpid() == self._pid:
             with contextlib.suppress(RuntimeError):
                 self.loop.call_soon_threadsafe(call)
-
-    def _where(self) -> str:
-        if os.getpid() != self._pid:
-            return (
-                f"the store belongs to process {self._pid}, this is {os.getpid()}; "
-                "open one of your own after a fork"
-            )
-        if threading.current_thread() is not self._thread:
-            return (
-                f"the store belongs to the loop of thread {self._thread.name!r}, this is "
-                f"{threading.current_thread().name!r}; call it there by "
-                "asyncio.run_coroutine_threadsafe or loop.call_soon_threadsafe"
-            )
-        return "the store belongs to the loop on which it was opened, which does not run here"
 
 
 async def outlast(
@@ -310,11 +307,8 @@ class Daemons(Executor):
 
     def submit(self, fn: Callable[..., _T], /, *arguments: Any, **named: Any) -> Future[_T]:
         future: Future[_T] = Future()
-
-        def call() -> None:
-            _run_into(future, lambda: fn(*arguments, **named))
-
-        start_thread(threading.Thread(target=call, name=self._name, daemon=True))
+        work = (future, partial(fn, *arguments, **named))
+        start_thread(threading.Thread(None, _run_into, self._name, work, daemon=True))
         return future
 
 

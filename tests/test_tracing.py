@@ -200,6 +200,15 @@ def test_an_end_without_a_beginning_is_passed_over(exported: Exported) -> None:
     assert exported.of("deferral") == []
 
 
+def test_a_span_that_begins_anew_is_ended_first(exported: Exported) -> None:
+    """Its end was dropped: the core's buffer was full."""
+    writer = SpanWriter(["disk"], CHUNK)
+    for at in (1.0, 2.0):
+        writer.write([SpanBegin(SpanKind.DEFERRAL, "r", at, 4, request="r")])
+    writer.write([SpanEnd(SpanKind.DEFERRAL, "r", 3.0, 4, Outcome.COMPLETE)])
+    assert [span.parent for span in exported.of("deferral")] == [None, None]
+
+
 def test_parents_are_forgotten_when_there_are_many(exported: Exported) -> None:
     writer = SpanWriter(["disk"], CHUNK)
     with exported.tracer.start_as_current_span("request"):

@@ -416,11 +416,10 @@ def _toml(values: dict[str, Any]) -> Iterator[str]:
             for tier in value:
                 yield "\n[[tiers]]"
                 yield from _toml(tier)
+        elif isinstance(value, dict):
+            pairs = ", ".join(f"{name} = {json.dumps(each)}" for name, each in value.items())
+            yield f"{key} = {{{pairs}}}"
         else:
-            if isinstance(value, dict):
-                pairs = ", ".join(f"{name} = {json.dumps(each)}" for name, each in value.items())
-                yield f"{key} = {{{pairs}}}"
-                continue
             yield f"{key} = {json.dumps(value)}"
 
 

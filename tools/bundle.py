@@ -218,5 +218,6 @@ def _values(payload: bytes, dtype: str) -> npt.NDArray[np.float64]:
     if dtype == "bfloat16":
         # The upper half of a float32.
         wide = np.frombuffer(payload, np.uint16).astype(np.uint32) << 16
-        return wide.view(np.float32).astype(np.float64)
+        with np.errstate(invalid="ignore"):
+            return wide.view(np.float32).astype(np.float64)
     return np.frombuffer(payload, dtype).astype(np.float64)

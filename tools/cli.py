@@ -62,8 +62,9 @@ def _drop_output() -> None:
 
 
 def _fail(text: str) -> int:
-    with contextlib.suppress(OSError):
-        print(f"kvstore: {text}", file=sys.stderr)
+    if sys.stderr is not None:
+        with contextlib.suppress(OSError):
+            print(f"kvstore: {text}", file=sys.stderr)
     return 2
 
 
@@ -147,7 +148,7 @@ EXAMPLES: Mapping[str, tuple[str, str]] = {
 
 
 Adder = Callable[[argparse.ArgumentParser], None]
-"""Adds the arguments of one command, and what runs it."""
+"""Adds the arguments of one command."""
 
 
 def _cache(command: argparse.ArgumentParser) -> None:
@@ -181,20 +182,7 @@ def _keys(command: argparse.ArgumentParser) -> None:
     )
 
 
-def _of(name: str) -> Adder:
-    """The arguments of a command that has a module of its own."""
-
-    def add(command: argparse.ArgumentParser) -> None:
-        module = import_module(f"kvstore.tools.{name}")
-        getattr(module, f"add_{name}_arguments")(command)
-        command.set_defaults(run=getattr(module, f"run_{name}"))
-
-    return add
-
-
 def _keyring(command: argparse.ArgumentParser) -> None:
-    from kvstore.tools.keys import run_keys
-
     command.register("action", None, _Once)
     command.add_argument("file", type=Path, help="the file of keys")
     change = command.add_mutually_exclusive_group()
@@ -213,12 +201,9 @@ def _keyring(command: argparse.ArgumentParser) -> None:
     )
     command.add_argument("--yes", action="store_true", help="do not ask on a terminal")
     command.add_argument("--json", action="store_true", help="print JSON")
-    command.set_defaults(run=run_keys)
 
 
 def _inspect(command: argparse.ArgumentParser) -> None:
-    from kvstore.tools.inspect import inspect
-
     _cache(command)
     command.add_argument("--segments", action="store_true", help="also list each segment")
     command.add_argument(
@@ -231,27 +216,14 @@ def _inspect(command: argparse.ArgumentParser) -> None:
         default=[],
         help="also count the chunks of that tenant; may be given several times",
     )
-    command.set_defaults(run=inspect)
 
 
 def _verify(command: argparse.ArgumentParser) -> None:
-    from kvstore.tools.verify import verify
-
     _cache(command)
     _keys(command)
-    command.set_defaults(run=verify)
-
-
-def _compact(command: argparse.ArgumentParser) -> None:
-    from kvstore.tools.upkeep import run_compact
-
-    _changing(command)
-    command.set_defaults(run=run_compact)
 
 
 def _purge(command: argparse.ArgumentParser) -> None:
-    from kvstore.tools.upkeep import run_purge
-
     _changing(command)
     command.add_argument("--yes", action="store_true", help="do not ask on a terminal")
     command.add_argument("--namespace", help="only in the namespace of that name")
@@ -266,24 +238,19 @@ def _purge(command: argparse.ArgumentParser) -> None:
         help="only the chunks of that tenant; may be repeated",
     )
     command.add_argument("--all", action="store_true", help="every chunk")
-    command.set_defaults(run=run_purge)
 
 
 def _gc(command: argparse.ArgumentParser) -> None:
     from kvstore.tools.output import whole_number
-    from kvstore.tools.upkeep import run_gc
 
     _changing(command)
     command.add_argument("--yes", action="store_true", help="do not ask on a terminal")
     command.add_argument(
         "--keep", type=whole_number, metavar="N", required=True, help="namespaces to keep"
     )
-    command.set_defaults(run=run_gc)
 
 
 def _export(command: argparse.ArgumentParser) -> None:
-    from kvstore.tools.bundle import run_export
-
     command.add_argument("path", type=_folder, help="one namespace, or a folder with only one")
     command.add_argument("file", type=Path, help="the bundle to write")
     command.add_argument(
@@ -293,11 +260,9 @@ def _export(command: argparse.ArgumentParser) -> None:
     command.add_argument("--force", action="store_true", help="replace the file if it exists")
     _keys(command)
     command.add_argument("--json", action="store_true", help="print JSON")
-    command.set_defaults(run=run_export)
 
 
 def _import(command: argparse.ArgumentParser) -> None:
-    from kvstore.tools.bundle import run_import
     from kvstore.tools.output import parse_bytes
 
     command.add_argument("file", type=Path, help="the bundle")
@@ -311,59 +276,58 @@ def _import(command: argparse.ArgumentParser) -> None:
     _keys(command)
     command.add_argument("--json", action="store_true", help="print JSON")
     _strict(command)
-    command.set_defaults(run=run_import)
 
 
 def _show(command: argparse.ArgumentParser) -> None:
-    from kvstore.tools.bundle import DTYPES, run_show
+    from kvstore.tools.bundle import DTYPES
 
     command.add_argument("path", type=_folder, help="one namespace, or a folder with only one")
     command.add_argument("key", metavar="KEY", help="the key in hex")
     command.add_argument("--dtype", choices=DTYPES, help="of its numbers")
     _keys(command)
     command.add_argument("--json", action="store_true", help="print JSON")
-    command.set_defaults(run=run_show)
 
 
 def _completion(command: argparse.ArgumentParser) -> None:
     command.add_argument("shell", choices=SHELLS, help="the shell")
-    command.set_defaults(run=_run_completion)
 
 
-COMMANDS: Mapping[str, tuple[Adder, str]] = {
+COMMANDS: Mapping[str, tuple[Adder | None, str]] = {
     "inspect": (_inspect, "list namespaces and lanes, and what they hold"),
     "verify": (_verify, "check every payload against its digest"),
-    "compact": (_compact, "remove sparse segments and put chunks in order"),
+    "compact": (_changing, "remove sparse segments and put chunks in order"),
     "purge": (_purge, "forget chunks by namespace, age or key"),
     "gc": (_gc, "empty all namespaces of a path but those that were used last"),
     "export": (_export, "write the chunks of a namespace to a file, a valid safetensors file"),
     "import": (_import, "store the chunks of a bundle in a cache, each one verified"),
     "show": (_show, "show one chunk: where it lies, how old it is, what its numbers are like"),
-    "gate": (
-        _of("gate"),
-        "try a model with chunks in half the bytes, and say whether it bears that",
-    ),
+    "gate": (None, "try a model with chunks in half the bytes, and say whether it bears that"),
     "keys": (_keyring, "make, list and forget the keys that chunks are encrypted with"),
-    "simulate": (
-        _of("simulate"),
-        "replay a trace of requests with other sizes, policies and flows",
-    ),
+    "simulate": (None, "replay a trace of requests with other sizes, policies and flows"),
     "advise": (
-        _of("advise"),
+        None,
         "say which sizes, policies and flow suit what was asked for, and whether a disk pays",
     ),
     "top": (
-        _of("top"),
+        None,
         "show the rates and states of a server's tiers, or the growth of a cache on disk, live",
     ),
-    "doctor": (_of("doctor"), "say whether the cache helps a server, and what to change"),
-    "config": (_of("config"), "check and explain a configuration; print its schema or a sample"),
-    "ctl": (_of("ctl"), "inspect and change a store while it serves, by its control socket"),
+    "doctor": (None, "say whether the cache helps a server, and what to change"),
+    "config": (None, "check and explain a configuration; print its schema or a sample"),
+    "ctl": (None, "inspect and change a store while it serves, by its control socket"),
     "completion": (
         _completion,
         "print a script that completes the words of this command in a shell",
     ),
 }
+"""For each command what adds its arguments, if its module does not, and what it does."""
+
+MODULES = {
+    **dict.fromkeys(("compact", "purge", "gc"), "upkeep"),
+    **dict.fromkeys(("export", "import", "show"), "bundle"),
+    "completion": "cli",
+}
+"""Of commands whose module has another name than they."""
 
 
 class _Once(argparse.Action):
@@ -399,14 +363,16 @@ def _parser(wanted: str | None = None) -> argparse.ArgumentParser:
             formatter_class=argparse.RawDescriptionHelpFormatter,
         )
         if wanted in (None, name):
-            add(command)
+            module = import_module(f"kvstore.tools.{MODULES.get(name, name)}")
+            (add or getattr(module, f"add_{name}_arguments"))(command)
+            command.set_defaults(run=getattr(module, f"run_{name}"))
     return parser
 
 
 SHELLS = ("bash", "zsh", "tcsh")
 
 
-def _run_completion(options: argparse.Namespace) -> int:
+def run_completion(options: argparse.Namespace) -> int:
     """Print what a shell needs to complete the command's words."""
     import shtab
 

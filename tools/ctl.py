@@ -117,7 +117,11 @@ def add_ctl_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--token-file", type=Path, metavar="FILE", help="token, for a port")
     parser.add_argument("--json", action="store_true", help="print JSON instead of text")
     commands = parser.add_subparsers(title="commands", required=True, metavar="WHAT", dest="what")
-    commands.add_parser("status", help="settings, chunks, and jobs")
+
+    def add(name: str, text: str) -> argparse.ArgumentParser:
+        return commands.add_parser(name, help=text, description=text)
+
+    add("status", "settings, chunks, and jobs")
     for name, text in (
         ("prefetch", "fetch chunks to host memory"),
         ("retain", "protect chunks from eviction"),
@@ -125,7 +129,7 @@ def add_ctl_arguments(parser: argparse.ArgumentParser) -> None:
         ("demote", "let chunks leave host memory once a tier has them"),
         ("remove", "remove chunks from host memory and all tiers of the process"),
     ):
-        command = commands.add_parser(name, help=text, description=text)
+        command = add(name, text)
         command.add_argument("keys", nargs="*", metavar="KEY", help="keys in hexadecimal")
         command.add_argument(
             "--file", metavar="FILE", help="JSON with keys, or with tokens and model; - for stdin"
@@ -133,25 +137,17 @@ def add_ctl_arguments(parser: argparse.ArgumentParser) -> None:
         if name == "retain":
             command.add_argument("--seconds", type=float, required=True)
         _add_common(command)
-    text = "forget everything, on every tier"
-    reset = commands.add_parser("reset", help=text, description=text)
+    reset = add("reset", "forget everything, on every tier")
     reset.add_argument("--yes", action="store_true", help="do not ask")
     _add_common(reset)
-    text = "encrypt with the newest keys what is encrypted with older ones"
-    _add_common(commands.add_parser("reencrypt", help=text, description=text))
-    text = "change sizes, policies and the rate of compaction"
-    command = commands.add_parser("set", help=text, description=text)
-    command.add_argument(
-        "settings",
-        nargs="+",
-        metavar="NAME=VALUE",
-        help=SETTINGS,
-    )
+    _add_common(add("reencrypt", "encrypt with the newest keys what is encrypted with older ones"))
+    command = add("set", "change sizes, policies and the rate of compaction")
+    command.add_argument("settings", nargs="+", metavar="NAME=VALUE", help=SETTINGS)
     _add_common(command)
     for each in commands.choices.values():
         _add_json(each)
     for name, text in (("job", "show a job"), ("cancel", "cancel a job")):
-        command = commands.add_parser(name, help=text, description=text)
+        command = add(name, text)
         command.add_argument("number", type=whole_number)
         _add_json(command)
 

@@ -141,7 +141,7 @@ def examine(path: Path) -> list[Finding]:
 
 
 def _namespace(path: Path, held: NamespaceSurvey) -> Finding:
-    segments = [segment for lane in held.lanes for segment in lane.segments]
+    segments = held.segments
     live, reused = sum(each.counted for each in segments), sum(each.reused for each in segments)
     size, reads = sum(each.file_bytes for each in segments), sum(each.reads for each in segments)
     useful = sum(each.counted * each.chunk_bytes for each in segments)
@@ -157,7 +157,7 @@ def _namespace(path: Path, held: NamespaceSurvey) -> Finding:
         found.verdict = "cannot be read"
     if held.faults:
         found.advice.append(f"{counted(len(held.faults), 'fault')}: see kvstore verify {folder}.")
-    if live and not any(lane.owner is not None for lane in held.lanes):
+    if live and not held.is_open:
         days = (time.time() - max(each.used_ms for each in segments) / 1000) / 86400
         if days > FORGOTTEN_DAYS:
             found.advice.append(

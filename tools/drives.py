@@ -146,6 +146,9 @@ def write_metrics(drives: Sequence[Wear], file: Path) -> None:
         written.labels(each.drive).set(each.written_bytes)
         if each.hours_left is not None:
             left.labels(each.drive).set(each.hours_left * 3600)
+    if file.exists() and not file.is_file():
+        # A device would be replaced by a file.
+        raise KVStoreError(f"{file} is no regular file: give the name of one")
     try:
         write_to_textfile(str(file), registry)
     except OSError as error:

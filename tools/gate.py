@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import math
 import os
 import subprocess
 import sys
@@ -14,11 +13,11 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from kvstore.errors import ConfigError, KVStoreError
+from kvstore.errors import NOT_PARSED, ConfigError, KVStoreError
 from kvstore.gate import Gate
 from kvstore.maintenance.survey import survey
 from kvstore.tiers.codec import CODECS, DTYPES
-from kvstore.tools.output import print_json, print_table, whole_number
+from kvstore.tools.output import number, print_json, print_table, whole_number
 
 __all__ = ["add_gate_arguments", "compare", "run_gate"]
 
@@ -43,8 +42,11 @@ Answer = Mapping[str, Any]
 def run_gate(options: argparse.Namespace) -> int:
     """Try the model; 0 if it bears the codec, 1 if not."""
     prompts = _prompts(options.prompts)
-    if options.file.is_dir() or not os.access(options.file.parent, os.W_OK):
+    odd = options.file.exists() and not options.file.is_file()
+    if odd or not os.access(options.file.parent, os.W_OK):
         raise ConfigError(f"{options.file}: cannot be written, and the trial takes long")
+    if taken := {"disk", "tiers", "disk_codec", "store_codec"} & options.kvstore.keys():
+        raise ConfigError(f"--kvstore: leave out {min(taken)}: the trial has a disk of its own")
     limits = {"differing": options.most_differing, "logprob_error": options.most_error}
     with tempfile.TemporaryDirectory(prefix="kvstore-gate-", dir=options.folder) as scratch:
         folder = Path(scratch)
@@ -54,13 +56,7 @@ def run_gate(options: argparse.Namespace) -> int:
         (namespace,) = survey(folder / f"cache-{options.dtype}")
         identity = namespace.identity
         plain = compare(computed, trial.read(None)) if options.control else None
-    gate = Gate(
-        CODECS[0],
-        options.dtype,
-        _of_the_model(identity),
-        figures,
-        limits,
-    )
+    gate = Gate(CODECS[0], options.dtype, _of_the_model(identity), figures, limits)
     gate.write(options.file)
     _print(gate, plain, options.json)
     return 1 if gate.beyond else 0
@@ -197,7 +193,7 @@ def _prompts(path: Path) -> list[Any]:
     for line in filter(None, map(str.strip, lines)):
         try:
             value = json.loads(line)
-        except ValueError:
+        except NOT_PARSED:
             value = line
         found.append(value if isinstance(value, (str, list)) else line)
     if not found:
@@ -227,25 +223,16 @@ def _print(gate: Gate, plain: Mapping[str, float] | None, as_json: bool) -> None
 def _arguments(text: str) -> dict[str, Any]:
     try:
         told = json.loads(text)
-    except ValueError as error:
+    except NOT_PARSED as error:
         raise argparse.ArgumentTypeError(f"not JSON: {error}") from error
     if not isinstance(told, dict) or {"model", "kv_transfer_config"} & told.keys():
         raise argparse.ArgumentTypeError("an object, without model and kv_transfer_config")
     return told
 
 
-def _limit(text: str) -> float:
-    try:
-        limit = float(text)
-    except ValueError:
-        limit = math.nan
-    if not limit >= 0:
-        raise argparse.ArgumentTypeError("must be a number of at least 0")
-    return limit
-
-
 def add_gate_arguments(command: argparse.ArgumentParser) -> None:
     """Add the arguments of the command."""
+    limit = number(lambda value: value >= 0, "a number of at least 0")
     command.add_argument("model", help="the model, as vLLM takes it")
     command.add_argument(
         "file", type=Path, help="the file to write, for disk_codec and store_codec"
@@ -278,14 +265,14 @@ def add_gate_arguments(command: argparse.ArgumentParser) -> None:
     )
     command.add_argument(
         "--most-differing",
-        type=_limit,
+        type=limit,
         default=0.1,
         metavar="SHARE",
         help="share of prompts whose greedy answer may be another one",
     )
     command.add_argument(
         "--most-error",
-        type=_limit,
+        type=limit,
         default=0.02,
         metavar="NATS",
         help="mean error that a log-probability may have",

@@ -17,7 +17,7 @@ from kvstore.sizes import format_size
 from kvstore.tiers.disk.index import read_index
 from kvstore.tools.output import age, print_json, print_table
 
-__all__ = ["inspect"]
+__all__ = ["run_inspect"]
 
 FEW = 8
 """Parts of an identity up to which all are shown."""
@@ -29,7 +29,7 @@ TOLD = (
 """Parts that are shown of a longer one."""
 
 
-def inspect(options: argparse.Namespace) -> int:
+def run_inspect(options: argparse.Namespace) -> int:
     """Print the survey; return 1 if it found a fault."""
     if OTHERS in (options.tenant or ()):
         raise ConfigError(f"--tenant {OTHERS}: so all that are not named are told")
@@ -58,11 +58,10 @@ def _chunks_by_tenant(namespace: NamespaceSurvey, names: Sequence[str]) -> dict[
     """
     tags = {tag_of(name): name for name in names}
     found = Counter(dict.fromkeys([*names, OTHERS], 0))
-    for lane in namespace.lanes:
-        for segment in lane.segments:
-            with contextlib.suppress(ForeignFileError, OSError):
-                keys = read_index(Path(segment.path))[1].of_epoch(*namespace.epochs).keys()
-                found.update(tags.get(key[:TAG_BYTES], OTHERS) for key in keys)
+    for segment in namespace.segments:
+        with contextlib.suppress(ForeignFileError, OSError):
+            keys = read_index(Path(segment.path))[1].of_epoch(*namespace.epochs).keys()
+            found.update(tags.get(key[:TAG_BYTES], OTHERS) for key in keys)
     return dict(found)
 
 
@@ -79,7 +78,7 @@ def _print(namespace: NamespaceSurvey, *, segments: bool, settings: bool) -> Non
         print(f"  {name}: {value if settings or len(value) <= 100 else value[:97] + '...'}")
     if len(shown) < len(names):
         print(f"  and {len(names) - len(shown)} settings more: --settings lists them")
-    outdated = any(segment.outdated for lane in namespace.lanes for segment in lane.segments)
+    outdated = any(segment.outdated for segment in namespace.segments)
     columns = [">lane", ">process", ">chunks", ">bytes", ">files", ">segments", ">reads"]
     columns += [">outdated"] * outdated
     print_table(
@@ -88,9 +87,8 @@ def _print(namespace: NamespaceSurvey, *, segments: bool, settings: bool) -> Non
         indent=2,
     )
     ids: Counter[str] = Counter()
-    for lane in namespace.lanes:
-        for segment in lane.segments:
-            ids.update(segment.key_ids)
+    for segment in namespace.segments:
+        ids.update(segment.key_ids)
     if ids:
         rows = [[key_id, f"{count:,}"] for key_id, count in sorted(ids.items())]
         print_table(["key", ">chunks"], rows, indent=2)

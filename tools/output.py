@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -29,6 +30,7 @@ __all__ = [
     "confirm",
     "counted",
     "is_terminal",
+    "number",
     "parse_bytes",
     "print_json",
     "print_table",
@@ -53,8 +55,16 @@ def is_terminal() -> bool:
 
 
 def print_json(report: Mapping[str, Any]) -> None:
-    """Print a report for programs: an object that begins with its `version`."""
-    print(json.dumps({"version": JSON_VERSION, **report}, indent=2, allow_nan=False))
+    """Print a report for programs: an object that begins with its `version`.
+
+    Raises:
+        KVStoreError: for a number that JSON does not have.
+    """
+    try:
+        text = json.dumps({"version": JSON_VERSION, **report}, indent=2, allow_nan=False)
+    except ValueError as error:
+        raise KVStoreError(f"what is there cannot be told in JSON: {error}") from error
+    print(text)
 
 
 def tell_unchecked(chunks: int, keys: str | None) -> None:
@@ -75,7 +85,8 @@ def print_table(
     table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False, header_style="bold")
     for name in columns:
         side: Literal["left", "right"] = "right" if name.startswith(">") else "left"
-        table.add_column(name.removeprefix(">"), justify=side, overflow="fold")
+        # An empty column without a width would take that of another.
+        table.add_column(name.removeprefix(">"), justify=side, overflow="fold", min_width=1)
     for row in rows:
         table.add_row(*(Text(str(cell)) for cell in row))
     terminal = is_terminal()
@@ -94,9 +105,24 @@ def counted(number: int, noun: str) -> str:
 
 def whole_number(text: str) -> int:
     """A whole number of at least one, from a command line."""
-    if not text.isdecimal() or not int(text):
+    if not text.isdecimal() or not 0 < int(text) <= sys.maxsize:
         raise argparse.ArgumentTypeError("must be a whole number, 1 at least")
     return int(text)
+
+
+def number(allowed: Callable[[float], bool], what: str) -> Callable[[str], float]:
+    """Return what takes a number from a command line that is allowed; `what` says which are."""
+
+    def parse(text: str) -> float:
+        try:
+            value = float(text)
+        except ValueError:
+            value = math.nan
+        if not allowed(value):
+            raise argparse.ArgumentTypeError(f"must be {what}")
+        return value
+
+    return parse
 
 
 def asks(options: argparse.Namespace) -> bool:
@@ -162,6 +188,8 @@ def show_progress(unit: str = "chunks") -> Iterator[Callable[[float, float], Non
         TimeRemainingColumn(),
         console=Console(stderr=True),
         transient=True,
+        # It would write to the terminal what is printed for a pipe or a file.
+        redirect_stdout=is_terminal(),
     )
     with progress:
         task = progress.add_task("", total=None)

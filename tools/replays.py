@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import math
 import re
 import sys
 import time
@@ -17,7 +18,7 @@ from kvstore.policies.reuse import REUSE_TABLE
 from kvstore.simulation import Costs, Setup, Trace, sample
 from kvstore.simulation.replay import DEFAULT_CHUNK_BYTES
 from kvstore.sizes import format_size, parse_size
-from kvstore.tools.output import shows_progress
+from kvstore.tools.output import number, shows_progress
 
 __all__ = [
     "DEFAULT_PART",
@@ -84,8 +85,9 @@ def add_costs(parser: argparse.ArgumentParser) -> None:
         "--compute-ms", type=_costs, metavar="N[,N@DEPTH]",
         help="milliseconds to compute a chunk: the first of a prompt, and one behind DEPTH others",
     )  # fmt: skip
+    above_0 = number(lambda value: 0 < value < math.inf, "milliseconds, a number above 0")
     parser.add_argument(
-        "--read-ms", type=_milliseconds, metavar="N", help="milliseconds to read a chunk from disk"
+        "--read-ms", type=above_0, metavar="N", help="milliseconds to read a chunk from disk"
     )
 
 
@@ -104,16 +106,6 @@ def _costs(text: str) -> Costs:
         return Costs.parse(text)
     except ValueError as error:
         raise argparse.ArgumentTypeError(str(error)) from error
-
-
-def _milliseconds(text: str) -> float:
-    try:
-        value = float(text)
-    except ValueError:
-        value = -1.0
-    if not 0 < value < float("inf"):
-        raise argparse.ArgumentTypeError("must be milliseconds, a number above 0")
-    return value
 
 
 def sampled(trace: Trace, rate: float, seed: int) -> Trace | None:

@@ -141,17 +141,14 @@ def run_simulate(options: argparse.Namespace) -> int:
     for number, setup in enumerate(setups, 1):
         show = progress_of(f"replay {number} of {len(setups)}", part)
         outcomes.append(replay(part, scaled(setup, scale), chunk_bytes=size, progress=show))
-    bounds = []
-    if options.optimum:
-        for capacity in dict.fromkeys(setup.host + setup.disk for setup in setups):
-            bounds.append((capacity, optimum(part, max(1, round(capacity * scale)))))
+    best = []
+    for capacity in dict.fromkeys(setup.host + setup.disk for setup in setups):
+        if options.optimum:
+            bound = optimum(part, max(1, round(capacity * scale)))
+            its = {"hits": bound.hits, "hit_ratio": bound.hit_ratio, "inserts": bound.inserts}
+            best.append({"chunks": capacity, **its})
     note("")
     rows = [_row(setup, outcome, costs) for setup, outcome in zip(setups, outcomes, strict=True)]
-    best = [
-        {"chunks": capacity, "hits": bound.hits, "hit_ratio": bound.hit_ratio,
-         "inserts": bound.inserts}
-        for capacity, bound in bounds
-    ]  # fmt: skip
     if options.picture is not None:
         _draw_rows(options.picture, trace, rows, best)
     if options.json:
@@ -170,10 +167,10 @@ def run_simulate(options: argparse.Namespace) -> int:
     print_trace(trace, part)
     header = HEADER if costs.compute is None else HEADER + SAVED
     print_table([f">{name}" for name in header], (_shown(row, size) for row in rows))
-    for bound in best:
+    for told in best:
         print(
-            f"optimum with {bound['chunks']} chunks: {100 * bound['hit_ratio']:.2f} %, "
-            f"{bound['inserts']} inserts"
+            f"optimum with {told['chunks']} chunks: {100 * told['hit_ratio']:.2f} %, "
+            f"{told['inserts']} inserts"
         )
     return 0
 
@@ -191,19 +188,17 @@ def _check_plain(options: argparse.Namespace, names: Sequence[str], why: str) ->
         ConfigError: with `why`.
     """
     plain = {
-        "--compute-ms": options.compute_ms is None,
-        "--admission": not options.admission,
-        "--disk": options.disk == "0",
-        "--disk-admission": not options.disk_admission,
-        "--disk-policy": options.disk_policy == "lru",
-        "--flow": options.flow == Flow.WRITE_THROUGH.value,
-        "--hints": not options.hints,
-        "--host": options.host is None,
-        "--replicas": options.replicas is None,
-        "--router": options.router == ROUTERS[0],
-        "--store": options.store == "0",
+        "--admission": "",
+        "--disk": "0",
+        "--disk-admission": "",
+        "--disk-policy": "lru",
+        "--flow": Flow.WRITE_THROUGH.value,
+        "--hints": False,
+        "--router": ROUTERS[0],
+        "--store": "0",
     }
-    given = ", ".join(name for name in names if not plain[name])
+    said = {name: vars(options)[name[2:].replace("-", "_")] for name in names}
+    given = ", ".join(name for name in names if said[name] != plain.get(name))
     if given:
         raise ConfigError(f"{why}: without {given}")
 
@@ -370,6 +365,7 @@ def _row(setup: Setup, outcome: Outcome, costs: Costs) -> dict[str, Any]:
 
 
 def _shown(row: dict[str, Any], size: int | None) -> tuple[str, ...]:
+    saved, computed = row["saved_s"], row["computed_without_s"]
     return (
         str(row["host_chunks"]),
         row["host_policy"],
@@ -387,15 +383,8 @@ def _shown(row: dict[str, Any], size: int | None) -> tuple[str, ...]:
         str(row["host_evictions"]),
         str(row["disk_evictions"]),
         f"{row['seconds']:.1f}",
-        *_shown_savings(row),
+        *(() if saved is None else (f"{saved:.0f}", f"{100 * saved / (computed or 1.0):.2f}")),
     )
-
-
-def _shown_savings(row: dict[str, Any]) -> tuple[str, ...]:
-    saved, computed = row["saved_s"], row["computed_without_s"]
-    if saved is None:
-        return ()
-    return f"{saved:.0f}", f"{100 * saved / (computed or 1.0):.2f}"
 
 
 def _draw_rows(

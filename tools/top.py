@@ -15,17 +15,17 @@ from dataclasses import dataclass, field
 from functools import partial
 from http.client import HTTPException
 from pathlib import Path
-from typing import TYPE_CHECKING
+
+from rich.console import Console, RenderableType
+from rich.live import Live
+from rich.table import Table
+from rich.text import Text
 
 from kvstore.errors import KVStoreError
 from kvstore.maintenance.survey import survey
 from kvstore.sizes import format_size
 from kvstore.tools.drives import wear_under
-from kvstore.tools.output import counted, is_terminal, whole_number
-
-if TYPE_CHECKING:
-    from rich.console import RenderableType
-    from rich.table import Table
+from kvstore.tools.output import counted, is_terminal, number, whole_number
 
 __all__ = ["Snapshot", "add_top_arguments", "is_url", "run_top", "scrape", "tables"]
 
@@ -36,8 +36,6 @@ WHOLE = ""
 
 SECONDS = 10.0
 """How long a server may take to answer."""
-
-NEEDED = "metrics are read by another package: pip install 'kvstore-offload[top]'; missing is"
 
 STATES = ("closed", "stalled", "congested", "outpaced", "slow")
 
@@ -98,7 +96,8 @@ def add_top_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="URL|PATH",
         help="a server's metrics, such as http://host:8000/metrics, or the folder of a cache",
     )
-    parser.add_argument("--interval", type=_seconds, default=2.0, help="seconds, 2 by default")
+    seconds = number(lambda value: 0.1 <= value <= 3600, "from 0.1 to 3600 seconds")
+    parser.add_argument("--interval", type=seconds, default=2.0, help="seconds, 2 by default")
     parser.add_argument(
         "--times",
         type=whole_number,
@@ -115,11 +114,6 @@ def run_top(options: argparse.Namespace) -> int:
     Raises:
         KVStoreError: if a package is missing, or there is nothing to show.
     """
-    try:
-        from rich.console import Console
-        from rich.live import Live
-    except ImportError as error:
-        raise KVStoreError(f"{NEEDED} rich") from error
     from_url = is_url(options.where)
     wrong: list[str] = []
     reached = False
@@ -156,8 +150,6 @@ def _looks(
     show: Callable[[Snapshot, Snapshot], Table],
 ) -> Iterator[RenderableType]:
     """Yield what to show after each look. The first look must succeed; later ones are retried."""
-    from rich.text import Text
-
     before: Snapshot | None = look()
     gone = ""
     shown = 0
@@ -206,7 +198,10 @@ def scrape(url: str) -> Snapshot:
     try:
         from prometheus_client.parser import text_string_to_metric_families
     except ImportError as error:
-        raise KVStoreError(f"{NEEDED} prometheus_client") from error
+        raise KVStoreError(
+            "metrics are read by another package: pip install 'kvstore-offload[top]'; missing is "
+            "prometheus_client"
+        ) from error
     try:
         with urllib.request.urlopen(url, timeout=SECONDS) as answer:
             text = answer.read().decode()
@@ -218,10 +213,11 @@ def scrape(url: str) -> Snapshot:
     snapshot = Snapshot(time.monotonic())
     try:
         samples = [each for its in text_string_to_metric_families(text) for each in its.samples]
+        bounds = [float(each.labels.get("le", "inf")) for each in samples]
     except ValueError as error:
         told = f"{error!s:.100}"
         raise KVStoreError(f"{url}: not in Prometheus' text format: {told}") from error
-    for sample in samples:
+    for sample, bound in zip(samples, bounds, strict=True):
         prefix = next((each for each in PREFIXES if sample.name.startswith(each)), None)
         if prefix is None or sample.name.endswith("_created") or not math.isfinite(sample.value):
             continue
@@ -229,7 +225,6 @@ def scrape(url: str) -> Snapshot:
         tier = sample.labels.get("tier", WHOLE)
         if "le" in sample.labels:
             counts = snapshot.buckets.setdefault((name.removesuffix("_bucket"), tier), {})
-            bound = float(sample.labels["le"])
             counts[bound] = counts.get(bound, 0.0) + sample.value
         else:
             snapshot.values[name, tier] = snapshot.get(name, tier) + sample.value
@@ -241,9 +236,6 @@ def scrape(url: str) -> Snapshot:
 
 def tables(before: Snapshot, now: Snapshot) -> Table:
     """Tabulate what happened between two looks at a server."""
-    from rich.table import Table
-    from rich.text import Text
-
     loaded = now.rate(before, "loaded_host_chunks")
     missed = now.rate(before, "missed_keys")
     from_tiers = sum(now.rate(before, "loaded_tier_chunks", tier) for tier in now.tiers)
@@ -308,9 +300,6 @@ def look_at(path: str) -> Snapshot:
 
 def _folders(below: str, before: Snapshot, now: Snapshot) -> Table:
     """Tabulate the lanes of a cache on disk; `below` is written below them."""
-    from rich.table import Table
-    from rich.text import Text
-
     table = Table(title=counted(len(now.tiers), "lane"), title_justify="left")
     told = [*now.wrong, *([below] if below else [])]
     table.caption = Text("\n".join(told), "table.caption") if told else None
@@ -330,13 +319,3 @@ def _folders(below: str, before: Snapshot, now: Snapshot) -> Table:
             format_size(int(now.get("file_bytes", lane))),
         )
     return table
-
-
-def _seconds(text: str) -> float:
-    try:
-        seconds = float(text)
-    except ValueError:
-        seconds = 0.0
-    if not 0.1 <= seconds <= 3600:
-        raise argparse.ArgumentTypeError("must be from 0.1 to 3600 seconds")
-    return seconds

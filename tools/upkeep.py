@@ -18,7 +18,7 @@ from kvstore.maintenance.offline import (
     not_followed,
     purge,
 )
-from kvstore.maintenance.survey import NamespaceSurvey, SegmentSurvey
+from kvstore.maintenance.survey import NamespaceSurvey
 from kvstore.sizes import format_size
 from kvstore.tools.bundle import parse_age, parse_key
 from kvstore.tools.output import age, asks, confirm, counted, print_json, show_progress
@@ -112,9 +112,9 @@ def run_gc(options: argparse.Namespace) -> int:
     found = [each for each in found if each[0] not in (*unknown, *ahead)]
     found.sort(key=lambda each: each[1], reverse=True)
     kept = [each for each, used in found if used][: options.keep]
-    kept += [each for each, _ in found if each not in kept and _is_open(each)]
+    kept += [each for each, _ in found if each not in kept and each.is_open]
     # Of one that was emptied before, files may be left.
-    old = [each for each, used in found if each not in kept and (used or _segments(each))]
+    old = [each for each, used in found if each not in kept and (used or each.segments)]
     unread = [each for each in old if _unread(each)]
     old = [each for each in old if each not in unread]
     # Of no other files is known whose they are.
@@ -151,7 +151,7 @@ def run_gc(options: argparse.Namespace) -> int:
         try:
             # The question, and those before it, may have taken a while.
             (now,) = namespaces_to_change(each.path)
-            if _is_open(now) or _last_use(now) > _last_use(each):
+            if now.is_open or _last_use(now) > _last_use(each):
                 spared.append(each.name)
                 forgot.append(
                     PurgedLane(each.path, refused="used by a process by now: not emptied")
@@ -188,28 +188,20 @@ def run_gc(options: argparse.Namespace) -> int:
 
 def _last_use(namespace: NamespaceSurvey) -> int:
     """When a chunk of it was last stored or read, in milliseconds; 0 if it holds none."""
-    if _is_open(namespace):
+    if namespace.is_open:
         return int(time.time() * 1000)
-    return max((segment.used_ms for segment in _segments(namespace)), default=0)
+    return max((segment.used_ms for segment in namespace.segments), default=0)
 
 
 def _unread(namespace: NamespaceSurvey) -> bool:
     """Whether a lane or a segment cannot be read: of its chunks nothing is known."""
-    known = {segment.path for segment in _segments(namespace)} | set(namespace.links)
+    known = {segment.path for segment in namespace.segments} | set(namespace.links)
     return any(fault.slot is None and fault.path not in known for fault in namespace.faults)
-
-
-def _segments(namespace: NamespaceSurvey) -> list[SegmentSurvey]:
-    return [segment for lane in namespace.lanes for segment in lane.segments]
-
-
-def _is_open(namespace: NamespaceSurvey) -> bool:
-    return any(lane.owner is not None for lane in namespace.lanes)
 
 
 def _file_bytes(namespace: NamespaceSurvey) -> int:
     others = sum(lane.other_bytes for lane in namespace.lanes)
-    return others + sum(segment.file_bytes for segment in _segments(namespace))
+    return others + sum(segment.file_bytes for segment in namespace.segments)
 
 
 def _status(bad: bool, done: Sequence[CompactedLane | PurgedLane]) -> int:

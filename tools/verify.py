@@ -5,20 +5,19 @@ from __future__ import annotations
 import argparse
 import dataclasses
 
-from kvstore.maintenance.survey import Fault, Progress
-from kvstore.maintenance.survey import verify as verify_path
+from kvstore.maintenance.survey import Fault, Progress, verify
 from kvstore.sizes import format_size
 from kvstore.tools.output import counted, print_json, show_progress, tell_unchecked
 
-__all__ = ["verify"]
+__all__ = ["run_verify"]
 
 
-def verify(options: argparse.Namespace) -> int:
+def run_verify(options: argparse.Namespace) -> int:
     """Verify all payloads; return 1 if there are faults. Progress is shown on a terminal only."""
     faults: list[Fault] = []
     progress = Progress(0, 0, 0)
     with show_progress("bytes") as show:
-        for found in verify_path(options.path, options.keys):
+        for found in verify(options.path, options.keys):
             if isinstance(found, Progress):
                 progress = found
                 show(progress.done_bytes, progress.total_bytes)

@@ -212,22 +212,16 @@ def sample() -> str:
         for name, key in keys_of(cls).items():
             if name == "tiers":
                 continue
-            lines += _comment(key.text)
+            text = _sentence(key.text).replace("``", "")
+            lines += [f"# {line}" for line in textwrap.wrap(text, 98)]
             if name in given:
                 lines += [f"{name} = {_toml(given[name])}", ""]
             elif key.default is None:
                 lines += [f"# {name} = ...", ""]
             else:
-                lines += [f"# {name} = {_toml(_sized(key))}", ""]
+                value = shown_value(key, key.default) if key.is_size else key.default
+                lines += [f"# {name} = {_toml(value)}", ""]
     return "\n".join(lines)
-
-
-def _sized(key: Key) -> Any:
-    return shown_value(key, key.default) if key.is_size else key.default
-
-
-def _comment(text: str, width: int = 98) -> list[str]:
-    return [f"# {line}" for line in textwrap.wrap(_sentence(text).replace("``", ""), width)]
 
 
 def _linked(text: str) -> str:

@@ -192,14 +192,14 @@ def _tiers(
             raise ConfigError(f"{where} = {shown(tier)}: must be a table of keys")
         if "type" not in tier:
             raise ConfigError(f"missing key {where}.type: must be one of {', '.join(tier_names())}")
-        rest = {key: item for key, item in tier.items() if key != "type"}
-        if tier.get("type") == "disk":
+        rest = dict(tier)
+        if rest["type"] == "disk":
+            del rest["type"]
             tiers.append(_build(DiskConfig, rest, where))
             continue
-        common = {each.name for each in attrs.fields(TierConfig)} - {"parameters"}
-        given = {key: rest.pop(key) for key in list(rest) if key in common}
-        table = {"type": tier.get("type"), "parameters": rest, **given}
-        tiers.append(_build(TierConfig, table, where))
+        common = attrs.fields_dict(TierConfig).keys() - {"parameters"}
+        given = {key: rest.pop(key) for key in common & rest.keys()}
+        tiers.append(_build(TierConfig, {"parameters": rest, **given}, where))
     for index, tier in enumerate(tiers):
         taken = {os.path.realpath(path) for other in tiers[:index] for path in other.paths}
         for path in (path for path in tier.paths if os.path.realpath(path) in taken):

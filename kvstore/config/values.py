@@ -6,7 +6,6 @@ is allowed. Its argument's type is what a type checker accepts in the constructo
 
 from __future__ import annotations
 
-import contextlib
 import json
 import math
 import os
@@ -118,9 +117,8 @@ def threshold(value: int) -> int:
 
 
 def seconds(value: float) -> float:
-    if isinstance(value, bool) or not isinstance(value, (int, float)):
-        raise ValueError("must be a number of seconds")
-    if not 0 < value <= MAX_SECONDS:
+    is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    if not is_number or not 0 < value <= MAX_SECONDS:
         raise ValueError(f"must be a number of seconds above 0, and at most {MAX_SECONDS}")
     return float(value)
 
@@ -253,8 +251,10 @@ def tenants(value: Shares | Mapping[str, Mapping[str, float]]) -> Shares:
         return value
     given = table(value)
     for name in given:
-        if not _is_text(name):
-            raise ValueError(f"{name!r}: must be text in UTF-8")
+        try:
+            name.encode()
+        except UnicodeEncodeError:
+            raise ValueError(f"{name!r}: must be text in UTF-8") from None
     shares = {name: _tenant(name, share) for name, share in given.items()}
     if OTHERS in shares:
         raise ValueError(f"{OTHERS}: all that have no share of their own are called so; use *")
@@ -264,13 +264,6 @@ def tenants(value: Shares | Mapping[str, Mapping[str, float]]) -> Shares:
         text = f"{made.guaranteed:g} is guaranteed in all: must be at most {MOST_GUARANTEED}"
         raise ValueError(text)
     return made
-
-
-def _is_text(name: str) -> bool:
-    with contextlib.suppress(UnicodeEncodeError):
-        name.encode()
-        return True
-    return False
 
 
 def _tenant(name: str, share: object) -> Share:

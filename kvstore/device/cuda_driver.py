@@ -76,16 +76,6 @@ class Driver:
             )
             self._batch = call(entry.value)
 
-    def copy_each(self, targets: Longs, sources: Longs, sizes: Longs, stream: int) -> int:
-        """Queue one copy for each fragment; return the first error, 0 for none."""
-        for target, source, size in zip(
-            targets.tolist(), sources.tolist(), sizes.tolist(), strict=True
-        ):
-            error = int(self._copy(target, source, size, stream))
-            if error:
-                return error
-        return 0
-
     def copy_batch(self, targets: Longs, sources: Longs, sizes: Longs, stream: int) -> int:
         """Queue all fragments in one call; return the error, 0 for none."""
         attributes = _Attributes(source_order=STREAM_ORDER)
@@ -115,11 +105,15 @@ class Driver:
         if store:
             targets, sources = sources, targets
         if not batch:
-            return self.copy_each(targets, sources, fragments.sizes, stream)
+            each = zip(targets.tolist(), sources.tolist(), fragments.sizes.tolist(), strict=True)
+            for one in each:
+                if error := int(self._copy(*one, stream)):
+                    return error
+            return 0
         for begin in range(0, len(fragments), BATCH_STEP):
             part = slice(begin, begin + BATCH_STEP)
-            error = self.copy_batch(targets[part], sources[part], fragments.sizes[part], stream)
-            if error:
+            its = targets[part], sources[part], fragments.sizes[part]
+            if error := self.copy_batch(*its, stream):
                 return error
         return 0
 

@@ -46,14 +46,10 @@ class HostCopies:
             ConfigError: if a chunk is larger than a row, or a table is not in host memory.
         """
         self._layout = Layout(groups, len(rows), rows.shape[1], blocks_per_chunk, places)
-        self._groups: list[list[tuple[npt.NDArray[np.void], npt.NDArray[np.void]]]] = []
-        for tables, its in zip(groups, self._layout.places, strict=True):
-            self._groups.append(
-                [
-                    self._table(pages, begin, step, rows)
-                    for pages, (begin, step) in zip(tables, its, strict=True)
-                ]
-            )
+        self._groups = [
+            [self._table(*each, rows) for each in zip(tables, places, strict=True)]
+            for tables, places in zip(groups, self._layout.places, strict=True)
+        ]
 
     def store(self, blocks: BlockPlaces, rows: RowPlaces) -> int:
         """Copy blocks to rows; return the bytes copied.
@@ -76,8 +72,9 @@ class HostCopies:
         return self._copy(blocks, rows, store=False)
 
     def _table(
-        self, pages: Pages, begin: int, step: int, rows: npt.NDArray[np.uint8]
+        self, pages: Pages, place: tuple[int, int], rows: npt.NDArray[np.uint8]
     ) -> tuple[npt.NDArray[np.void], npt.NDArray[np.void]]:
+        begin, step = place
         if pages.tensor.device.type != "cpu":
             raise ConfigError(f"the KV cache is on {pages.tensor.device}: must be in host memory")
         device = pages.flat.numpy()[pages.offset :]
@@ -111,20 +108,15 @@ def _runs(part: Part, blocks_per_chunk: int) -> list[Run]:
     blocks, rows, within = part.blocks, part.rows, part.within
     if not len(blocks):
         return []
-    if blocks_per_chunk == 1:
-        ends = (np.diff(blocks) != 1) | (np.diff(rows) != 1)
-    else:
-        ends = (np.diff(blocks) != 1) | (np.diff(rows) != 0) | (np.diff(within) != 1)
+    single = blocks_per_chunk == 1
+    ends = (np.diff(blocks) != 1) | (np.diff(rows) != single) | (np.diff(within) != (not single))
     bounds = [0, *(np.flatnonzero(ends) + 1).tolist(), len(blocks)]
     runs: list[Run] = []
     for begin, end in itertools.pairwise(bounds):
         block, row, first = int(blocks[begin]), int(rows[begin]), int(within[begin])
         count = end - begin
-        its = slice(block, block + count)
-        if blocks_per_chunk == 1:
-            runs.append((its, (slice(row, row + count), 0)))
-        else:
-            runs.append((its, (row, slice(first, first + count))))
+        place = (slice(row, row + count), 0) if single else (row, slice(first, first + count))
+        runs.append((slice(block, block + count), place))
     return runs
 
 

@@ -16,8 +16,8 @@ import os
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Coroutine, Sequence
-from typing import Any, Protocol, TypeVar
+from collections.abc import Callable, Sequence
+from typing import Protocol, TypeVar
 
 from kvstore.concurrency import DETACH_SECONDS, LoopThread
 from kvstore.core.reports import Complaints
@@ -222,11 +222,7 @@ class Engine:
                 told = self._complaints.failed(what, repr(error), time.monotonic())
                 # What the system says is no fault of the tier.
                 if told and not isinstance(error, OSError):
-                    logger.error(
-                        "it was raised here",
-                        exc_info=error,
-                        extra=about("engine.raised", error=error),
-                    )
+                    _tell_where(error)
                 continue
             self._complaints.went_well(
                 what, f"{_name_of(tier)}: changes are learned again", time.monotonic()
@@ -268,9 +264,7 @@ class Engine:
         failed = max(1, completion.ok.count(False))
         told = self._complaints.failed(what, completion.error, now, failed, tier=_name_of(tier))
         if told and raised is not None:
-            logger.error(
-                "it was raised here", exc_info=raised, extra=about("engine.raised", error=raised)
-            )
+            _tell_where(raised)
 
     async def _perform(self, move: Move) -> Completion:
         tier = self._tiers[move.tier]
@@ -293,11 +287,9 @@ class Engine:
             return Completion(move.id, [], found=await tier.list_segment(move.segment))
         if move.op is Op.SHRINK:
             return Completion(move.id, [], error=await tier.remove_segment(move.segment))
-        if move.op is Op.NOTE:
-            told = await tier.note_uses(move.keys, move.slots)
-            return Completion(move.id, [told is None] * len(move.keys), error=told)
-        if move.op is Op.ERASE:
-            told = await tier.erase(move.keys)
+        if move.op in (Op.NOTE, Op.ERASE):
+            notes = move.op is Op.NOTE
+            told = await (tier.note_uses(move.keys, move.slots) if notes else tier.erase(move.keys))
             return Completion(move.id, [told is None] * len(move.keys), error=told)
         emptied = await tier.clear()
         if emptied is None:
@@ -379,7 +371,7 @@ class EngineThread:
         if self._closed or os.getpid() != self._pid:
             return True
         self._closed = True
-        closing = self._call(self._engine.close(coldest_first))
+        closing = asyncio.run_coroutine_threadsafe(self._engine.close(coldest_first), self._loop)
         try:
             closing.result(timeout)
             return True
@@ -393,9 +385,6 @@ class EngineThread:
         finally:
             self._thread.end()
 
-    def _call(self, coroutine: Coroutine[Any, Any, None]) -> Any:
-        return asyncio.run_coroutine_threadsafe(coroutine, self._loop)
-
 
 def _name_of(tier: Tier) -> str:
     """Return the tier's description; one of others may fail even at that."""
@@ -403,6 +392,10 @@ def _name_of(tier: Tier) -> str:
         return tier.description
     except Exception:
         return type(tier).__name__
+
+
+def _tell_where(error: BaseException) -> None:
+    logger.error("it was raised here", exc_info=error, extra=about("engine.raised", error=error))
 
 
 def _is_end(error: BaseException) -> bool:

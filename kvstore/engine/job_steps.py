@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from kvstore.assembly import open_tiers, spans_of
 from kvstore.config import Config
 from kvstore.core import TierStats
+from kvstore.core.residency.index import ColdestFirst
 from kvstore.core.tier_only import Job, Jobs
 from kvstore.engine.engine import EngineThread
 from kvstore.engine.scheduler_steps import (
@@ -18,10 +19,12 @@ from kvstore.engine.scheduler_steps import (
     IDLE_STEP_SECONDS,
     UPKEEP_SECONDS,
     WAIT_SECONDS,
+    at_once,
+    close_in,
     in_turns,
-    seconds_to_save,
 )
 from kvstore.observe.logs import warn_with
+from kvstore.plugins import abandon_tiers
 from kvstore.tiers import Tier
 from kvstore.tiers.disk.namespace import Namespace
 from kvstore.tiers.lent import LentRegion
@@ -49,7 +52,6 @@ class JobRunner:
     recorded and segments compacted from the engine's thread, in turns with these calls.
 
     Attributes:
-        lookup: whether a chunk can be loaded, by its key.
         description: the tiers in a few words.
 
     Args:
@@ -86,15 +88,18 @@ class JobRunner:
             beside = [] if self._spans is None else [self._spans]
             self._engine = EngineThread(tiers, beside)
         except BaseException:
-            for tier in tiers:
-                tier.abandon()
+            abandon_tiers(tiers)
             raise
-        self.lookup = self._jobs.lookup
         self.description = "; ".join([f"host memory of {region.description}", *parts])
         self._closed = self._begun = False
         self._ended = 0.0
         self._turn = threading.RLock()
         self._engine.repeat(weakref.WeakMethod(self._go_on_while_idle))
+
+    def lookup(self, key: bytes) -> bool:
+        """Whether a chunk can be loaded, in this step."""
+        self._begun = True
+        return self._jobs.lookup(key)
 
     def load(self, number: int, keys: Sequence[bytes], rows: Sequence[int]) -> None:
         """Begin a job that fills `rows`, in this step; the keys in the order of the prompt."""
@@ -151,27 +156,18 @@ class JobRunner:
         if self._closed:
             return True
         self._closed = True
-        end = time.monotonic() + seconds
-        saved_by = time.monotonic() + seconds_to_save(seconds)
-        try:
-            while time.monotonic() < saved_by and self._go_on():
+
+        def save(end: float) -> None:
+            while time.monotonic() < end and self._go_on():
                 pass
-        except Exception:
-            logger.exception(
-                "chunks that were not copied yet are lost", extra=about("store.unsaved")
-            )
+
+        def recency() -> list[ColdestFirst]:
+            return [tier.index.coldest_first() for tier in self._jobs.tiers]
+
         try:
-            left = max(0.1, end - time.monotonic())
-            return self._engine.close(
-                [tier.index.coldest_first() for tier in self._jobs.tiers], left
-            )
+            return close_in(seconds, self._jobs, save, recency, self._engine)
         finally:
             self._region.close()
-            logger.info(
-                "kvstore: closed, %d chunks not copied",
-                self._jobs.unsaved,
-                extra=about("store.closed", unsaved=self._jobs.unsaved),
-            )
 
     def stats(self) -> list[TierStats]:
         """Return the counters and gauges of each tier."""
@@ -191,18 +187,14 @@ class JobRunner:
 
     def _go_on_while_idle(self) -> float:
         """Make a step of upkeep if there was none for a while; returns seconds to the next look."""
-        if not self._turn.acquire(blocking=False):
-            return IDLE_SECONDS
-        try:
+        with at_once(self._turn) as mine:
             now, jobs = time.monotonic(), self._jobs
             at_work = self._closed or self._begun or now - self._ended < IDLE_SECONDS
-            if at_work or not (jobs.upkeep or jobs.in_flight):
+            if not mine or at_work or not (jobs.upkeep or jobs.in_flight):
                 return IDLE_SECONDS
             jobs.poll(now, self._engine.take())
             self._hand_over(now)
             return UPKEEP_SECONDS if jobs.in_flight else IDLE_SECONDS
-        finally:
-            self._turn.release()
 
     def _go_on(self) -> bool:
         """Make a step, and wait briefly; returns whether jobs are left."""

@@ -8,6 +8,7 @@ once: a call of the scheduler waits for a step of upkeep, a few microseconds; up
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import functools
 import inspect
 import logging
@@ -15,12 +16,14 @@ import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator, Sequence
 from concurrent.futures import Future
 from typing import Any, TypeVar
 
 from kvstore.assembly import Assembly
 from kvstore.core import Core
+from kvstore.core.residency.index import ColdestFirst
+from kvstore.core.tier_only import Jobs
 from kvstore.engine.engine import EngineThread
 from kvstore.errors import KVStoreError
 from kvstore.observe.logs import warn_of_uncleared
@@ -32,8 +35,9 @@ __all__ = [
     "UPKEEP_SECONDS",
     "WAIT_SECONDS",
     "Stepper",
+    "at_once",
+    "close_in",
     "in_turns",
-    "seconds_to_save",
 ]
 
 logger = logging.getLogger("kvstore")
@@ -83,7 +87,11 @@ class Stepper:
         """
         self._assembly = assembly
         self.core = assembly.core
-        self.engine = _engine_over(assembly)
+        try:
+            self.engine = EngineThread(assembly.tiers, assembly.beside)
+        except BaseException:
+            assembly.abandon()
+            raise
         self._spans = assembly.spans
         self.turn = threading.RLock()
         self.begun = False
@@ -137,17 +145,13 @@ class Stepper:
         return answer.result()
 
     def _act_between_steps(self) -> None:
-        if not self.turn.acquire(blocking=False):
-            return
-        try:
+        with at_once(self.turn) as mine:
             now = time.monotonic()
             lasts = self.ends_told or now - self.began < IDLE_SECONDS
-            if self._calls and not self._closed and not (self.begun and lasts):
+            if mine and self._calls and not self._closed and not (self.begun and lasts):
                 self._poll(now)
                 self._make_call(now)
                 self.hand_over()
-        finally:
-            self.turn.release()
 
     def _make_call(self, now: float) -> None:
         call, answer = self._calls.popleft()
@@ -193,27 +197,7 @@ class Stepper:
             Whether host memory is not in use any more.
         """
         self._closed = True
-        end = time.monotonic() + seconds
-        try:
-            self._save(time.monotonic() + seconds_to_save(seconds))
-            warn_of_uncleared(self.core.uncleared)
-        except Exception:
-            logger.exception(
-                "chunks that were not copied yet are lost", extra=about("store.unsaved")
-            )
-        try:
-            left = max(0.1, end - time.monotonic())
-            return self.engine.close(self._assembly.recency(), left)
-        except Exception:
-            # The memory stays: a tier may still use it.
-            logger.exception("the tiers could not be closed", extra=about("tier.not_closed"))
-            return False
-        finally:
-            logger.info(
-                "kvstore: closed, %d chunks not copied",
-                self.core.unsaved,
-                extra=about("store.closed", unsaved=self.core.unsaved),
-            )
+        return close_in(seconds, self.core, self._save, self._assembly.recency, self.engine)
 
     def _save(self, end: float) -> None:
         """Copy chunks that wait for their tiers, and clear these after a reset, until `end`."""
@@ -225,6 +209,7 @@ class Stepper:
                 self.hand_over()
                 if not self.core.behind:
                     self.engine.wait(0.01)
+        warn_of_uncleared(self.core.uncleared)
 
     def _poll(self, now: float) -> None:
         self.core.poll(now, self.engine.take())
@@ -232,17 +217,13 @@ class Stepper:
 
     def _go_on_while_idle(self) -> float:
         """Make a step of upkeep if there was none for a while; returns seconds to the next look."""
-        if not self.turn.acquire(blocking=False):
-            return IDLE_SECONDS
-        try:
+        with at_once(self.turn) as mine:
             now = time.monotonic()
-            if self._closed or self._stepping(now):
+            if not mine or self._closed or self._stepping(now):
                 return IDLE_SECONDS
             self._poll(now)
             self.hand_over()
             return UPKEEP_SECONDS if self.core.in_flight or self.core.behind else IDLE_SECONDS
-        finally:
-            self.turn.release()
 
     def _stepping(self, now: float) -> bool:
         """Whether the server is at work, or will be if there is something to do."""
@@ -255,20 +236,50 @@ class Stepper:
         return now - self._ended < IDLE_SECONDS
 
 
-def seconds_to_save(seconds: float) -> float:
-    """Return how many of the seconds for a close are for what is not copied yet.
+def close_in(
+    seconds: float,
+    core: Core | Jobs,
+    save: Callable[[float], None],
+    recency: Callable[[], Sequence[ColdestFirst]],
+    engine: EngineThread,
+) -> bool:
+    """Finish copies to the tiers, within `seconds`, and close them. Never raises.
 
-    The rest is for moves under way to end, and for closing the tiers.
+    Args:
+        save: copies what is not copied yet, until the time that it is given. The rest of the
+            seconds is for moves under way to end, and for closing the tiers.
+
+    Returns:
+        Whether host memory is not in use any more.
     """
-    return seconds - min(CLOSE_SECONDS, seconds / 4)
-
-
-def _engine_over(assembly: Assembly) -> EngineThread:
+    begun = time.monotonic()
     try:
-        return EngineThread(assembly.tiers, assembly.beside)
-    except BaseException:
-        assembly.abandon()
-        raise
+        save(begun + seconds - min(CLOSE_SECONDS, seconds / 4))
+    except Exception:
+        logger.exception("chunks that were not copied yet are lost", extra=about("store.unsaved"))
+    try:
+        return engine.close(recency(), max(0.1, begun + seconds - time.monotonic()))
+    except Exception:
+        # The memory stays: a tier may still use it.
+        logger.exception("the tiers could not be closed", extra=about("tier.not_closed"))
+        return False
+    finally:
+        logger.info(
+            "kvstore: closed, %d chunks not copied",
+            core.unsaved,
+            extra=about("store.closed", unsaved=core.unsaved),
+        )
+
+
+@contextlib.contextmanager
+def at_once(lock: threading.RLock) -> Iterator[bool]:
+    """Hold a lock if it is free; tells whether it was."""
+    mine = lock.acquire(blocking=False)
+    try:
+        yield mine
+    finally:
+        if mine:
+            lock.release()
 
 
 _C = TypeVar("_C", bound=type)

@@ -144,8 +144,7 @@ class Prompts:
         """Return the request that looks up `keys`."""
         if request is not None:
             return self._named(request, keys, now)
-        place = (len(keys), keys[-1])
-        prompt = self._asked.get(place)
+        prompt = self._asked.get(place := (len(keys), keys[-1]))
         told = len(keys) if prompt is None or prompt.told is None or prompt.busy else prompt.told
         late = prompt is not None and now - prompt.since >= ANEW_SECONDS
         if prompt is not None and late and told < len(keys) and self._core.may_come(keys[told]):
@@ -177,8 +176,12 @@ class Prompts:
         return prompt
 
     def had(self, prompt: Prompt, count: int) -> None:
-        """Note that the request has got its first `count` keys."""
-        self._reached(prompt, count)
+        """Note that the request has got, or stored, its first `count` keys."""
+        self._no_rest(prompt)
+        prompt.reach = count
+        # One that has ended is found by nobody.
+        if not prompt.named and self._is_open(prompt) and count < len(prompt.keys):
+            self._rests.setdefault(prompt.keys[count], {})[prompt.id] = prompt
 
     def storing(self, keys: Sequence[bytes], request: str | None, now: float) -> Prompt:
         """Return the request that puts `keys`."""
@@ -191,7 +194,7 @@ class Prompts:
         before = 0 if keys[0] == prompt.keys[0] else prompt.reach
         self._show(prompt, before, keys)
         prompt.stage = Stage.STORED
-        self._reached(prompt, max(prompt.reach, before + len(keys)))
+        self.had(prompt, max(prompt.reach, before + len(keys)))
         self._heard(prompt, now)
         return prompt
 
@@ -219,8 +222,7 @@ class Prompts:
 
     def release(self, request: str) -> None:
         """End the request of this name."""
-        prompt = self._open.get(request)
-        if prompt is not None:
+        if (prompt := self._open.get(request)) is not None:
             self.end(prompt)
         else:
             self._core.on_request_finished(request)
@@ -385,13 +387,6 @@ class Prompts:
             if self._is_open(prompt):
                 self._keys += more
 
-    def _reached(self, prompt: Prompt, count: int) -> None:
-        self._no_rest(prompt)
-        prompt.reach = count
-        # One that has ended is found by nobody.
-        if not prompt.named and self._is_open(prompt) and count < len(prompt.keys):
-            self._rests.setdefault(prompt.keys[count], {})[prompt.id] = prompt
-
     def _no_rest(self, prompt: Prompt) -> None:
         if prompt.reach < len(prompt.keys):
             _take_out(self._rests, prompt.keys[prompt.reach], prompt)
@@ -439,8 +434,7 @@ class UnderWay:
         found: dict[tuple[str, int], Share] = {}
         stray: list[bytes] = []
         for key in keys:
-            shares = self._shares.get(key)
-            if shares is None:
+            if (shares := self._shares.get(key)) is None:
                 stray.append(key)
                 continue
             prompt, era = shares.pop(0)

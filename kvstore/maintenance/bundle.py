@@ -338,6 +338,8 @@ def export_bundle(
         if read_epoch(folder) != namespace.epoch:
             raise KVStoreError(f"{path} was reset meanwhile, so these chunks may be wrong")
         os.rename(temporary, file)
+    except KVStoreError:
+        raise
     except OSError as error:
         # What a write raises names no file, others that beside it.
         error.filename = str(file)
@@ -445,8 +447,7 @@ def _still_there(places: Collection[Place]) -> set[bytes]:
 
 def _segment_bytes(namespace: NamespaceSurvey) -> int:
     """The size of segments where the chunks are from: a lane keeps that of its first one."""
-    sizes = (each.whole_bytes for lane in namespace.lanes for each in lane.segments)
-    return min(sizes, default=0)
+    return min((each.whole_bytes for each in namespace.segments), default=0)
 
 
 def _header(namespace: NamespaceSurvey, found: Mapping[bytes, Place]) -> bytes:
@@ -680,9 +681,7 @@ def _config(
     # A lane keeps the size of its segments, of which each may hold fewer of the chunks.
     slots = Geometry.fitting(segment_bytes, slot_bytes, bundle.chunk_bytes).slots
     shapes = {(slots, segment_bytes)}
-    shapes |= {
-        (one.slots, one.whole_bytes) for each in own for lane in each.lanes for one in lane.segments
-    }
+    shapes |= {(one.slots, one.whole_bytes) for each in own for one in each.segments}
 
     def room_for(chunks: int) -> int:
         return max((-(-chunks // count) + 1) * size for count, size in shapes)

@@ -200,7 +200,7 @@ def _each(given: Any) -> Collection[Any]:
 
 def _on_each_lane(
     namespaces: Sequence[NamespaceSurvey],
-    make: Callable[[str], _One],
+    make: Callable[..., _One],
     act: Callable[[NamespaceSurvey, LaneSurvey, _One], None],
 ) -> list[_One]:
     """Do something to each lane; what it cannot be done to says why.
@@ -208,28 +208,22 @@ def _on_each_lane(
     Namespaces are left alone whose own file cannot be read: nobody knows which segments are theirs.
     """
     done: list[_One] = []
-
-    def leave(path: str, *, refused: str | None = None, failed: str | None = None) -> None:
-        one = make(path)
-        one.refused, one.failed = refused, failed
-        done.append(one)
-
     for its in namespaces:
         if Path(its.path).is_symlink():
-            leave(its.path, refused=not_followed(its.path))
+            done.append(make(its.path, refused=not_followed(its.path)))
             continue
         lanes = {lane.path for lane in its.lanes}
         for fault in its.unlisted:
             if fault.path not in lanes:
-                leave(fault.path, failed=str(fault))
+                done.append(make(fault.path, failed=str(fault)))
         if its.digest is None and not its.unlisted:
             try:
                 read_namespace(Path(its.path))
             except KVStoreError as error:
-                leave(its.path, failed=str(error))
+                done.append(make(its.path, failed=str(error)))
                 continue
         for each in its.links:
-            leave(each, refused=not_followed(each))
+            done.append(make(each, refused=not_followed(each)))
         for lane in its.lanes:
             one = make(lane.path)
             done.append(one)
@@ -297,8 +291,8 @@ def _owned(folder: Path, number: int, trust: Trust) -> Iterator[None]:
         lane.release()
 
 
-def _reason(folder: Path, error: Exception) -> str:
-    if isinstance(error, KVStoreError) or not isinstance(error, OSError):
+def _reason(folder: Path, error: KVStoreError | OSError) -> str:
+    if isinstance(error, KVStoreError):
         return str(error)
     return f"{error.filename or folder}: {error.strerror or error}"
 

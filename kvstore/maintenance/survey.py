@@ -132,6 +132,16 @@ class NamespaceSurvey:
     faults: list[Fault] = field(default_factory=list)
     unlisted: list[Fault] = field(default_factory=list)
 
+    @property
+    def segments(self) -> list[SegmentSurvey]:
+        """Those of all lanes."""
+        return [segment for lane in self.lanes for segment in lane.segments]
+
+    @property
+    def is_open(self) -> bool:
+        """Whether a process has it open."""
+        return any(lane.owner is not None for lane in self.lanes)
+
     def miss(self, folder: Path, error: OSError) -> None:
         """Note that a folder cannot be searched."""
         self.unlisted.append(Fault.of(folder, error))
@@ -241,15 +251,14 @@ def verify(path: str | os.PathLike[str], keys: str | None = None) -> Iterator[Fa
         ConfigError: if the keys cannot be used.
     """
     found = survey(path)
-    total = sum(s.counted * s.chunk_bytes for n in found for lane in n.lanes for s in lane.segments)
+    total = sum(s.counted * s.chunk_bytes for n in found for s in n.segments)
     progress = Progress(0, total, 0)
     yield progress
     for namespace in found:
         yield from namespace.faults
         sealer = sealer_of(keys, namespace.digest)
-        for lane in namespace.lanes:
-            for segment in lane.segments:
-                yield from _verify_segment(Path(segment.path), progress, namespace.epochs, sealer)
+        for segment in namespace.segments:
+            yield from _verify_segment(Path(segment.path), progress, namespace.epochs, sealer)
     progress.total_bytes = progress.done_bytes
     yield progress
 

@@ -14,11 +14,7 @@ logger = logging.getLogger("kvstore")
 
 def warn_with(logger: logging.Logger) -> Callable[[LogLine], None]:
     """Return a function that logs a line as a warning, with its event and attributes."""
-
-    def warn(line: LogLine) -> None:
-        logger.warning("%s", line.text, extra=about(line.event, **line.about))
-
-    return warn
+    return lambda line: logger.warning("%s", line.text, extra=about(line.event, **line.about))
 
 
 def warn_of_uncleared(tiers: Sequence[str]) -> None:

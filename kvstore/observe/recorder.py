@@ -228,10 +228,8 @@ class Recorder:
             if (fault := fault_of(fd)) is not None:
                 os.close(fd)
                 raise ConfigError(f"record_trace = {str(mine)!r}: {fault}")
-            if not os.fstat(fd).st_size:
-                return mine, fd
             if _has_no_record(fd):
-                # Of a start that failed, or that served nobody: the older one stays.
+                # New, or of a start that failed, or that served nobody: the older one stays.
                 return mine, fd
             os.replace(mine, older_file(mine))
             os.close(fd)
@@ -259,7 +257,7 @@ def fault_of(fd: int) -> str | None:
 
 
 def _has_no_record(fd: int) -> bool:
-    """Whether nothing follows the header of a recording."""
+    """Whether nothing follows the header of a recording, if it has one."""
     head = os.pread(fd, HEADER_BYTES, 0)
     return head.find(b"\n", len(MAGIC)) in (-1, os.fstat(fd).st_size - 1)
 

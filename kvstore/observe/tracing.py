@@ -142,6 +142,7 @@ class SpanWriter:
         self._stopped.set()
 
     def _begin(self, begin: SpanBegin) -> None:
+        self._end_left((begin.kind, begin.id))
         context, ahead = self._context_of(begin)
         attributes: dict[str, str | int] = {"kvstore.chunks": begin.chunks}
         if begin.request is not None and not begin.request.startswith("\0"):
@@ -156,8 +157,12 @@ class SpanWriter:
         )
         self._open[begin.kind, begin.id] = span, ahead
         if len(self._open) > MOST_PARENTS:
-            # The core dropped its end because its buffer of spans was full.
-            self._open.pop(next(iter(self._open)))[0].end()
+            self._end_left(next(iter(self._open)))
+
+    def _end_left(self, which: tuple[SpanKind, int | str]) -> None:
+        """End a span whose end the core has dropped, as its buffer was full; others are none."""
+        if (left := self._open.pop(which, None)) is not None:
+            left[0].end()
 
     def _context_of(self, begin: SpanBegin) -> tuple[Context, int]:
         """Return the parent context, and how far wall time is ahead of the core's clock, in ns."""

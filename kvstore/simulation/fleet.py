@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from kvstore.simulation.replay import DEFAULT_CHUNK_BYTES, Server, Setup
 from kvstore.simulation.sample import anchors
 from kvstore.simulation.trace import Trace
-from kvstore.types import Completion, Move, Op
+from kvstore.types import Move, Op
 
 __all__ = ["ROUTERS", "Fleet", "FleetOutcome", "replay_fleet"]
 
@@ -122,24 +122,6 @@ class SharedStore:
         return [True] * len(move.keys)
 
 
-class _Replica(Server):
-    """One server of a fleet."""
-
-    def __init__(
-        self, setup: Setup, chunk_bytes: int, store: SharedStore | None, unique: int
-    ) -> None:
-        core = setup.core(chunk_bytes, unique=unique, shares=store is not None)
-        super().__init__(core, setup.reserve)
-        self._store = store
-        self._store_tier = len(self.core.tiers) - 1
-
-    def ended(self, move: Move) -> Completion:
-        """Complete a move that was begun in this step."""
-        if self._store is not None and move.tier == self._store_tier:
-            return Completion(move.id, self._store.end(move))
-        return super().ended(move)
-
-
 def replay_fleet(
     trace: Trace,
     fleet: Fleet,
@@ -158,7 +140,10 @@ def replay_fleet(
     size = chunk_bytes or trace.chunk_bytes or DEFAULT_CHUNK_BYTES
     outcome = FleetOutcome(fleet, chunk_bytes=size)
     store = SharedStore(fleet.store, outcome) if fleet.store else None
-    replicas = [_Replica(fleet.each, size, store, trace.unique) for _ in range(fleet.replicas)]
+    replicas = []
+    for _ in range(fleet.replicas):
+        core = fleet.each.core(size, unique=trace.unique, shares=store is not None)
+        replicas.append(Server(core, fleet.each.reserve, None if store is None else store.end))
     route = _router(trace, fleet)
     keys = trace.keys()
     loads = [0] * fleet.replicas
@@ -167,8 +152,6 @@ def replay_fleet(
         place = route(number, request)
         replica = replicas[place]
         replica.now = seconds
-        # Lets old answers of the store expire.
-        replica.step()
         replica.serve([keys[chunk] for chunk in request], str(number))
         loads[place] += len(request)
         if progress is not None and not number % 256:

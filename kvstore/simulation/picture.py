@@ -56,7 +56,8 @@ def draw(path: Path, title: str, lines: Mapping[str, Sequence[tuple[float, float
     axes.set_xlabel("chunks")
     axes.set_ylabel("hit ratio, %")
     axes.set_ylim(bottom=0)
-    axes.set_title(title)
+    # A file's name is no formula.
+    axes.set_title(title, parse_math=False)
     axes.grid(visible=True, alpha=0.3)
     axes.legend()
     try:

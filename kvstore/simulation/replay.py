@@ -17,22 +17,25 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from kvstore.core import UNBOUNDED, AskedTier, Core, Flow, HostPool, OwnedTier
-from kvstore.core.hints import Hints
+from kvstore.core.hints import MOST_SECONDS, Hints
 from kvstore.core.residency.base import TierView
 from kvstore.errors import ConfigError
 from kvstore.plugins import Choice, build_filters, build_policy
 from kvstore.policies import AdmissionFilter
 from kvstore.policies.shares import Shares
-from kvstore.simulation.returns import announced
 from kvstore.simulation.trace import Trace
 from kvstore.types import Completion, Move, RecoveredTier
 
-__all__ = ["Outcome", "Server", "Setup", "replay"]
+__all__ = ["Outcome", "Server", "Setup", "announced", "replay"]
 
 LRU = Choice("lru")
 
 OFFERS = 8
 """How often a store is offered before chunks that find no room are dropped."""
+
+PATIENCE = 1.25
+SLACK = 10.0
+"""A client retains chunks for `PATIENCE` times its pause, plus `SLACK` seconds."""
 
 DEFAULT_CHUNK_BYTES = 2**20
 """Size of a chunk if neither the trace nor the user gives it."""
@@ -50,8 +53,7 @@ class Setup:
         flow: between host memory and disk.
         reserve: rows of host memory that demotion keeps free or about to be free.
         tenants: shares of tenants, if keys are of several.
-        hints: whether clients announce when conversations go on: see
-            `kvstore.simulation.returns`.
+        hints: whether clients announce when conversations go on: see `announced`.
     """
 
     host: int
@@ -165,15 +167,25 @@ class Outcome:
 
 
 class Server:
-    """The simulated server and engine around a core."""
+    """The simulated server and engine around a core.
 
-    def __init__(self, core: Core, reserve: int) -> None:
+    Args:
+        store: completes the moves of the last tier, and returns which keys succeeded. All other
+            moves succeed.
+    """
+
+    def __init__(
+        self, core: Core, reserve: int, store: Callable[[Move], list[bool]] | None = None
+    ) -> None:
         self.core = core
         self.reserve = reserve
         self.now = 0.0
+        self._store = store
 
-    def ended(self, move: Move) -> Completion:
-        """Complete a move that was begun in this step, with success."""
+    def _ended(self, move: Move) -> Completion:
+        """Complete a move that was begun in this step."""
+        if self._store is not None and move.tier == len(self.core.tiers) - 1:
+            return Completion(move.id, self._store(move))
         return Completion(move.id, [True] * len(move.keys))
 
     def step(self) -> None:
@@ -181,7 +193,7 @@ class Server:
         core, now = self.core, self.now
         while True:
             moves = core.flush(now)
-            core.poll(now, [self.ended(move) for move in moves])
+            core.poll(now, [self._ended(move) for move in moves])
             if not moves:
                 break
         if self.reserve:
@@ -191,6 +203,8 @@ class Server:
     def serve(self, keys: list[bytes], name: str, hints: Hints | None = None) -> int:
         """Serve one request from its first lookup to its end; return its hits."""
         core = self.core
+        # What a pause ends, as pins and old answers of a store, has ended before the request comes.
+        core.poll(self.now)
         count = core.lookup_prefix(keys, name)
         while count is None:
             self.step()
@@ -215,6 +229,25 @@ class Server:
             core.follow(hints, keys, self.now)
         self.step()
         return count
+
+
+def announced(trace: Trace) -> list[Hints]:
+    """Return for each request the hints of a client that knows when its conversation goes on.
+
+    It goes on with the next request that has the last chunk of this one. If none has, it has ended.
+    """
+    nearest: dict[int, float] = {}
+    hints: list[Hints] = []
+    requests = zip(reversed(trace.times), reversed(trace.requests), strict=True)
+    for seconds, request in requests:
+        back = nearest.get(request[-1]) if request else None
+        its = Hints(release=True)
+        if back is not None:
+            its = Hints(retain_s=min(MOST_SECONDS, (back - seconds) * PATIENCE + SLACK))
+        hints.append(its)
+        nearest.update(dict.fromkeys(request, seconds))
+    hints.reverse()
+    return hints
 
 
 def replay(

@@ -17,7 +17,6 @@ import heapq
 import json
 import lzma
 import os
-import reprlib
 import zlib
 from array import array
 from collections.abc import Iterable, Iterator, Sequence
@@ -37,6 +36,7 @@ from kvstore.observe.recording import (
     RecordingStream,
     open_compressed,
 )
+from kvstore.policies.parameters import shown
 from kvstore.simulation.numbering import Numbering, hashes_of
 
 __all__ = ["Trace", "read_trace"]
@@ -260,17 +260,16 @@ def _packed(
         least = -1 if name == "ref" else 0
         if not _is_whole(value) or value < least:
             raise TraceError(
-                f"{where}: {name} must be a whole number of at least {least}, not {_shown(value)}"
+                f"{where}: {name} must be a whole number of at least {least}, not {shown(value)}"
             )
     ref, keep, new = numbers
     if keep and not (0 <= ref < len(before) and keep <= len(before[ref])):
         raise TraceError(
-            f"{where}: keeps {_shown(keep)} ids of request {_shown(ref)}, which does not have as "
-            "many"
+            f"{where}: keeps {shown(keep)} ids of request {shown(ref)}, which does not have as many"
         )
     if keep + new > MOST_IDS:
         raise TraceError(
-            f"{where}: keep and new must be at most {MOST_IDS} together, new is {_shown(new)}"
+            f"{where}: keep and new must be at most {MOST_IDS} together, new is {shown(new)}"
         )
     return _seconds(where, ms), ref, keep, new
 
@@ -280,20 +279,10 @@ def _seconds(where: str, ms: object) -> float:
     if isinstance(ms, bool) or not isinstance(ms, (int, float)) or not 0 <= ms <= MOST_MS:
         raise TraceError(
             f"{where}: timestamp must be a number of milliseconds from 0 to {MOST_MS}, "
-            f"not {_shown(ms)}"
+            f"not {shown(ms)}"
         )
     return ms / 1000
 
 
 def _is_whole(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
-
-
-MOST_SHOWN = 80
-"""Characters of a wrong value that a message quotes."""
-
-
-def _shown(value: object) -> str:
-    """A value of a trace, in a line of a message."""
-    shown = reprlib.repr(value)
-    return shown if len(shown) <= MOST_SHOWN else f"{shown[:MOST_SHOWN]}..."

@@ -98,6 +98,11 @@ class StoreContract(Benches, ABC):
         benches.append(bench)
         return bench
 
+    @pytest.fixture
+    def bench(self, place: TierPlace, benches: list[TierBench]) -> TierBench:
+        """A tier over this test's place."""
+        return self.open(place, benches)
+
     def named(self, key: bytes) -> str:
         """Return the name of the value that was stored under `key`."""
         (name,) = (name for name in self.values() if name.endswith(f"/{key.hex()}"))
@@ -105,10 +110,7 @@ class StoreContract(Benches, ABC):
 
     # -- what it is ------------------------------------------------------------------------
 
-    async def test_it_is_opened_empty_and_says_what_it_is(
-        self, place: TierPlace, benches: list[TierBench]
-    ) -> None:
-        bench = self.open(place, benches)
+    async def test_it_is_opened_empty_and_says_what_it_is(self, bench: TierBench) -> None:
         assert bench.tier.is_store
         assert not bench.opening.entries
         assert not bench.opening.segments
@@ -119,10 +121,7 @@ class StoreContract(Benches, ABC):
 
     # -- right bytes -------------------------------------------------------------------------
 
-    async def test_what_was_written_is_held_and_read_byte_for_byte(
-        self, place: TierPlace, benches: list[TierBench]
-    ) -> None:
-        bench = self.open(place, benches)
+    async def test_what_was_written_is_held_and_read_byte_for_byte(self, bench: TierBench) -> None:
         keys = [key_of(n) for n in range(8)]
         assert (await bench.tier.holds(keys)).ok == [False] * 8
         assert (await _store(bench, keys)).ok == [True] * 8
@@ -140,9 +139,8 @@ class StoreContract(Benches, ABC):
         assert await _fetch(other, keys) == [True] * 4
 
     async def test_keys_of_any_allowed_length_work_and_are_told_apart(
-        self, place: TierPlace, benches: list[TierBench]
+        self, bench: TierBench
     ) -> None:
-        bench = self.open(place, benches)
         keys = [b"k", b"\0", b"k" * MAX_KEY_BYTES, b"\0" * MAX_KEY_BYTES, b"ends in zeros\0\0\0\0"]
         await _store(bench, keys)
         others = [b"k\0", b"\0\0", b"x", keys[2][1:], keys[3][1:], keys[4][:-1]]
@@ -150,9 +148,8 @@ class StoreContract(Benches, ABC):
         assert await _fetch(bench, keys) == [True] * 5
 
     async def test_a_chunk_that_it_does_not_have_is_a_miss_of_that_chunk_alone(
-        self, place: TierPlace, benches: list[TierBench]
+        self, bench: TierBench
     ) -> None:
-        bench = self.open(place, benches)
         keys = [key_of(n) for n in range(6)]
         await _store(bench, [keys[0], keys[1], keys[4]])
         expected = [True, True, False, False, True, False]
@@ -176,10 +173,7 @@ class StoreContract(Benches, ABC):
             assert (await stranger.tier.holds(keys)).ok == [False] * 2
             assert await _fetch(stranger, keys) == [False] * 2
 
-    async def test_a_call_may_name_nothing(
-        self, place: TierPlace, benches: list[TierBench]
-    ) -> None:
-        bench = self.open(place, benches)
+    async def test_a_call_may_name_nothing(self, bench: TierBench) -> None:
         assert (await bench.tier.holds([])).ok == []
         assert (await bench.tier.read([], [], [])).ok == []
         assert (await bench.tier.write([], [], [])).ok == []
@@ -194,10 +188,7 @@ class StoreContract(Benches, ABC):
         assert (await _store(again, [key_of(1), key_of(2)])).ok == [True, True]
         assert self.values()[self.named(key_of(1))] == before
 
-    async def test_many_calls_at_once_each_get_their_own(
-        self, place: TierPlace, benches: list[TierBench]
-    ) -> None:
-        bench = self.open(place, benches)
+    async def test_many_calls_at_once_each_get_their_own(self, bench: TierBench) -> None:
         keys = [key_of(n) for n in range(16)]
         await _store(bench, keys)
         reads = [bench.tier.read([key], [0], [row]) for row, key in enumerate(keys)]
@@ -238,10 +229,7 @@ class StoreContract(Benches, ABC):
         for reader in (bench, self.open(place, benches)):
             assert await _fetch(reader, keys) == whole
 
-    async def test_the_value_of_another_chunk_is_a_miss(
-        self, place: TierPlace, benches: list[TierBench]
-    ) -> None:
-        bench = self.open(place, benches)
+    async def test_the_value_of_another_chunk_is_a_miss(self, bench: TierBench) -> None:
         keys = [key_of(1), key_of(2)]
         await _store(bench, keys)
         self.put(self.named(keys[0]), self.values()[self.named(keys[1])])
@@ -326,9 +314,8 @@ class StoreContract(Benches, ABC):
 
     @pytest.mark.parametrize("how", ["stop", "freeze"])
     async def test_calls_fail_while_its_engine_does_not_answer_and_go_well_afterwards(
-        self, place: TierPlace, benches: list[TierBench], how: str
+        self, bench: TierBench, how: str
     ) -> None:
-        bench = self.open(place, benches)
         await _store(bench, [key_of(1)])
         {"stop": self.stop, "freeze": self.freeze}[how]()
         try:
@@ -339,10 +326,7 @@ class StoreContract(Benches, ABC):
         assert (await _store(bench, [key_of(2)])).ok == [True]
         assert await _fetch(bench, [key_of(2)]) == [True]
 
-    async def test_it_can_be_closed_while_a_call_waits(
-        self, place: TierPlace, benches: list[TierBench]
-    ) -> None:
-        bench = self.open(place, benches)
+    async def test_it_can_be_closed_while_a_call_waits(self, bench: TierBench) -> None:
         await _store(bench, [key_of(1)])
         self.freeze()
         try:

@@ -62,12 +62,16 @@ class TierContract(Benches, ABC):
         benches.append(bench)
         return bench
 
+    @pytest.fixture
+    def bench(self, folder: Path, benches: list[TierBench]) -> TierBench:
+        """The tier of this test's folder, opened for the first time."""
+        return self.open(folder, benches)
+
     # -- a new tier --------------------------------------------------------------------
 
     async def test_a_new_tier_is_empty_has_a_segment_ready_and_says_what_it_is_in_one_line(
-        self, folder: Path, benches: list[TierBench]
+        self, bench: TierBench
     ) -> None:
-        bench = self.open(folder, benches)
         opening, description = bench.opening, bench.tier.description
         assert list(opening.entries) == []
         assert len(opening.segments) >= 1
@@ -95,10 +99,7 @@ class TierContract(Benches, ABC):
         # Last: a chunk that is not what was asked for may be erased.
         assert await again.fetch(others, slots) == [False] * 6
 
-    async def test_slots_in_any_order_get_their_own_bytes(
-        self, folder: Path, benches: list[TierBench]
-    ) -> None:
-        bench = self.open(folder, benches)
+    async def test_slots_in_any_order_get_their_own_bytes(self, bench: TierBench) -> None:
         slots = [bench.slots[at] for at in (5, 0, 1, 7, 2, 4)]
         keys = [key_of(n) for n in range(6)]
         assert (await bench.store(keys, slots)).ok == [True] * 6
@@ -106,8 +107,7 @@ class TierContract(Benches, ABC):
         picked, places = [keys[at] for at in order], [slots[at] for at in order]
         assert await bench.fetch(picked, places) == [True] * 6
 
-    async def test_one_call_may_span_segments(self, folder: Path, benches: list[TierBench]) -> None:
-        bench = self.open(folder, benches)
+    async def test_one_call_may_span_segments(self, bench: TierBench) -> None:
         second, _ = await bench.tier.grow()
         assert second is not None
         per_segment = bench.opening.segment_slots
@@ -117,18 +117,14 @@ class TierContract(Benches, ABC):
         assert (await bench.store(keys, slots)).ok == [True] * 4
         assert await bench.fetch(keys, slots) == [True] * 4
 
-    async def test_a_call_for_nothing_returns_nothing(
-        self, folder: Path, benches: list[TierBench]
-    ) -> None:
-        bench = self.open(folder, benches)
+    async def test_a_call_for_nothing_returns_nothing(self, bench: TierBench) -> None:
         async with asyncio.timeout(60):
             assert (await bench.tier.read([], [], [])).ok == []
             assert (await bench.tier.write([], [], [])).ok == []
 
     async def test_a_block_under_another_key_is_a_miss_of_that_block_alone(
-        self, folder: Path, benches: list[TierBench]
+        self, bench: TierBench
     ) -> None:
-        bench = self.open(folder, benches)
         keys = [key_of(n) for n in range(5)]
         await bench.store(keys, bench.slots[:5])
         asked = [*keys[:2], key_of(99), *keys[3:]]
@@ -139,19 +135,15 @@ class TierContract(Benches, ABC):
         assert again == [True] * 4
 
     async def test_a_slot_that_was_never_written_is_a_miss_that_says_why_and_fails_alone(
-        self, folder: Path, benches: list[TierBench]
+        self, bench: TierBench
     ) -> None:
-        bench = self.open(folder, benches)
         keys = [key_of(n) for n in range(3)]
         await bench.store([keys[0], keys[2]], [bench.slots[0], bench.slots[2]])
         assert await bench.fetch(keys, bench.slots[:3]) == [True, False, True]
         done = await bench.tier.read(keys[1:2], bench.slots[1:2], [0])
         assert done.error
 
-    async def test_only_the_rows_that_were_named_are_written_to(
-        self, folder: Path, benches: list[TierBench]
-    ) -> None:
-        bench = self.open(folder, benches)
+    async def test_only_the_rows_that_were_named_are_written_to(self, bench: TierBench) -> None:
         keys = [key_of(n) for n in range(4)]
         await bench.store(keys, bench.slots[:4])
         bench.smear(range(self.rows))
@@ -179,10 +171,7 @@ class TierContract(Benches, ABC):
 
     # -- in parallel -------------------------------------------------------------------
 
-    async def test_reads_of_the_same_slots_may_run_at_once(
-        self, folder: Path, benches: list[TierBench]
-    ) -> None:
-        bench = self.open(folder, benches)
+    async def test_reads_of_the_same_slots_may_run_at_once(self, bench: TierBench) -> None:
         keys = [key_of(n) for n in range(4)]
         await bench.store(keys, bench.slots[:4])
         bench.smear(range(self.rows))
@@ -195,9 +184,8 @@ class TierContract(Benches, ABC):
         assert all(bench.holds(row, keys[row % 4]) for row in range(self.rows))
 
     async def test_reads_and_writes_of_different_slots_may_run_at_once(
-        self, folder: Path, benches: list[TierBench]
+        self, bench: TierBench
     ) -> None:
-        bench = self.open(folder, benches)
         old, new = [key_of(n) for n in range(4)], [key_of(n) for n in range(4, 8)]
         await bench.store(old, bench.slots[:4])
         bench.fill(new, first_row=4)
@@ -211,9 +199,8 @@ class TierContract(Benches, ABC):
         assert await bench.fetch(new, bench.slots[4:8]) == [True] * 4
 
     async def test_a_cancelled_read_lets_go_of_its_rows_before_it_returns(
-        self, folder: Path, benches: list[TierBench]
+        self, bench: TierBench
     ) -> None:
-        bench = self.open(folder, benches)
         keys = [key_of(n) for n in range(8)]
         await bench.store(keys, bench.slots[:8])
         for _ in range(20):
@@ -225,9 +212,8 @@ class TierContract(Benches, ABC):
             assert all(bench.is_smeared(row) for row in range(8))
 
     async def test_a_cancelled_write_leaves_the_whole_chunk_or_a_miss(
-        self, folder: Path, benches: list[TierBench]
+        self, bench: TierBench
     ) -> None:
-        bench = self.open(folder, benches)
         for round_ in range(20):
             keys = [key_of(100 * round_ + n) for n in range(8)]
             rows = bench.fill(keys)

@@ -10,7 +10,7 @@ looked up nor stored any more.
 A request tells that it makes vLLM read them again. A client who has the server do so, while other
 requests of the adapter are computed, reaches no connector: so the executor's call is watched.
 
-Fingerprints are taken by a thread, one after the other in the order of the calls.
+Fingerprints are taken by threads, one for each adapter, and noted in the order of the calls.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Collection
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from dataclasses import dataclass
 from hashlib import blake2b
 from typing import TYPE_CHECKING, Any
@@ -29,6 +29,7 @@ from typing import TYPE_CHECKING, Any
 from vllm.v1.executor.abstract import Executor
 from vllm.v1.kv_offload.base import OffloadKey, ReqContext
 
+from kvstore.concurrency import Daemons
 from kvstore.types import about
 from kvstore.vllm.identity.fingerprint import (
     AbsentError,
@@ -36,7 +37,7 @@ from kvstore.vllm.identity.fingerprint import (
     adapter_files,
     fingerprint,
 )
-from kvstore.vllm.version import keep_position
+from kvstore.vllm.version import GROUP_BYTES, keep_position
 
 if TYPE_CHECKING:
     from kvstore.vllm.engine import Engine
@@ -44,10 +45,6 @@ if TYPE_CHECKING:
 __all__ = ["AdapterKeys", "Adapters", "Take", "Use"]
 
 logger = logging.getLogger("kvstore")
-
-
-GROUP_BYTES = 4
-"""The end of a key, which names its group."""
 
 Take = Callable[[str, Fingerprint | None], "Future[Fingerprint]"]
 """Begins to take the fingerprint of the adapter in a path, given an earlier one."""
@@ -188,7 +185,10 @@ class AdapterKeys:
     """
 
     def __init__(self, settings: str, patience: float) -> None:
-        self._reader = ThreadPoolExecutor(1, "kvstore-adapters")
+        # Files that do not answer hold up neither other adapters nor the end of the process.
+        self._reader = Daemons("kvstore-adapters")
+        # Requests that come while one is taken share it: its files are looked at again at its end.
+        self._pending: dict[str, Future[Fingerprint]] = {}
         self._adapters = Adapters(self._take, settings, patience)
         _watching.add(self._adapters)
         _watch_executor()
@@ -226,20 +226,23 @@ class AdapterKeys:
         use = req_context.get_state(Use)
         if use is None or not use.salt:
             return list(keys)
-        return [_named(key, use, req_context) for key in keys]
+        return [keep_position(req_context, key, OffloadKey(use.key(key))) for key in keys]
 
     def close(self) -> None:
         """No fingerprint is wanted any more."""
-        self._reader.shutdown(wait=False, cancel_futures=True)
+        _watching.discard(self._adapters)
 
     def _take(self, path: str, known: Fingerprint | None) -> Future[Fingerprint]:
-        try:
-            return self._reader.submit(lambda: fingerprint(adapter_files(path), known))
-        except RuntimeError as error:
-            # No thread can be started, or the server is going down.
-            failed: Future[Fingerprint] = Future()
-            failed.set_exception(error)
-            return failed
+        taken = self._pending.get(path)
+        if taken is None or taken.done():
+            try:
+                taken = self._reader.submit(lambda: fingerprint(adapter_files(path), known))
+            except RuntimeError as error:
+                # No thread can be started, or the server is going down.
+                taken = Future()
+                taken.set_exception(error)
+            self._pending[path] = taken
+        return taken
 
 
 _watching: weakref.WeakSet[Adapters] = weakref.WeakSet()
@@ -264,9 +267,3 @@ def _watch_executor() -> None:
         return loaded
 
     Executor.add_lora = add_lora
-
-
-def _named(key: OffloadKey, use: Use, req_context: ReqContext) -> OffloadKey:
-    named = OffloadKey(use.key(key))
-    keep_position(req_context, key, named)
-    return named

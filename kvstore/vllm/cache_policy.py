@@ -13,24 +13,18 @@ and when, differs from our contract in three ways:
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
 
 from vllm.v1.kv_offload.base import OffloadKey, ReqContext
 from vllm.v1.kv_offload.cpu.policies.base import CachePolicy, ChunkStatus
 
 from kvstore.plugins import build_policy
-from kvstore.vllm.version import position_of
+from kvstore.vllm.version import GROUP_BYTES, position_of
 
 __all__ = ["KVStoreCachePolicy"]
 
-_GROUP_BYTES = 4
 
-
-@dataclass(slots=True)
-class _LastStored:
+class _LastStored(dict[bytes, OffloadKey]):
     """The last key that a request has stored, for each KV cache group."""
-
-    keys: dict[bytes, OffloadKey] = field(default_factory=dict)
 
 
 class KVStoreCachePolicy(CachePolicy):
@@ -74,10 +68,10 @@ class KVStoreCachePolicy(CachePolicy):
         self._coming = list(keys)
         groups: dict[bytes, list[OffloadKey]] = {}
         for key in self._coming:
-            groups.setdefault(key[-_GROUP_BYTES:], []).append(key)
+            groups.setdefault(key[-GROUP_BYTES:], []).append(key)
         for group, some in groups.items():
-            self._policy.link(some, last.keys.get(group))
-            last.keys[group] = some[-1]
+            self._policy.link(some, last.get(group))
+            last[group] = some[-1]
         self._coming.reverse()
 
     def on_request_finished(

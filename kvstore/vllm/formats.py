@@ -7,7 +7,6 @@ Only the workers know which backend writes a layer's pages, and in which order.
 
 from __future__ import annotations
 
-import dataclasses
 import json
 from collections.abc import Mapping
 from typing import Any
@@ -76,10 +75,4 @@ def _name(kind: type) -> str:
 
 def _told(spec: Any, where: str) -> dict[str, Any]:
     """The kind of a spec, and all of its fields."""
-    return {
-        "kind": type(spec).__qualname__,
-        **{
-            each.name: plain(getattr(spec, each.name), f"{where}.{each.name}")
-            for each in dataclasses.fields(spec)
-        },
-    }
+    return {"kind": type(spec).__qualname__, **plain(spec, where)}

@@ -7,12 +7,10 @@ With `canonical_layout` there are no ranks in a row, and its bytes do not tell h
 
 row:   | tensor 0: blocks_per_chunk canonical pages | tensor 1 | ... | padding to a page |
 
-A canonical page is what a block would have in one worker alone; each rank has its heads in it.
-`worker_region` and `manager_region` find the host memory of one engine in each of its processes.
+A canonical page is what a block would have in one worker alone; each rank has its heads in it, and
+vLLM certifies where (`mapping`).
 
-With the canonical layout a page of a row holds the heads of all ranks, in an order that does not
-depend on how many ranks there are; vLLM certifies where each rank has its own (`mapping`).
-Otherwise a page of a row is a page of the worker.
+`worker_region` and `manager_region` find the host memory of one engine in each of its processes.
 """
 
 from __future__ import annotations
@@ -106,9 +104,13 @@ class Layout:
             "tokens_per_hash": int(cache.tokens_per_hash),
             "blocks_per_chunk": blocks,
             **(
-                _of_any_shape(per_block * self.copies)
+                {"canonical": CANONICAL_FORMAT, "bytes_per_block": per_block * self.copies}
                 if self.canonical
-                else _of_this_shape(per_block, replicated, parallel)
+                else {
+                    "rank_bytes_per_block": per_block,
+                    "replicated": replicated,
+                    "parallel": _sizes(parallel),
+                }
             ),
             "kv_cache_layout": getattr(config, "kv_cache_layout", None),
             "groups": [
@@ -163,18 +165,6 @@ def _canonical(config: Any) -> bool:
     if not parallel.is_parallelism_agnostic or shape["world_size"] != shape["tp_size"]:
         raise ConfigError(NOT_CERTIFIED % told)
     return True
-
-
-def _of_any_shape(bytes_per_block: int) -> dict[str, Any]:
-    return {"canonical": CANONICAL_FORMAT, "bytes_per_block": bytes_per_block}
-
-
-def _of_this_shape(rank_bytes_per_block: int, replicated: bool, parallel: Any) -> dict[str, Any]:
-    return {
-        "rank_bytes_per_block": rank_bytes_per_block,
-        "replicated": replicated,
-        "parallel": _sizes(parallel),
-    }
 
 
 def _sizes(parallel: Any) -> dict[str, int]:

@@ -43,6 +43,7 @@ from kvstore.vllm.layout import EngineShape, manager_region, release_region
 from kvstore.vllm.metrics_report import Reporter, facts_of
 from kvstore.vllm.signals import ending, outlive_signals
 from kvstore.vllm.version import (
+    GROUP_BYTES,
     PENDING_IS_HOST,
     TELLS_OF_FLUSHES,
     hints_of,
@@ -57,9 +58,6 @@ if TYPE_CHECKING:
 __all__ = ["KVStoreOffloadingManager", "Scans"]
 
 logger = logging.getLogger("kvstore")
-
-GROUP_BYTES = 4
-"""The end of a key, which names its group."""
 
 
 class Scans:

@@ -30,7 +30,7 @@ from kvstore.vllm.checks import (
     check_recurrent,
     check_windows,
 )
-from kvstore.vllm.identity.naming import Naming
+from kvstore.vllm.identity.naming import Naming, siblings
 from kvstore.vllm.layout import Layout
 from kvstore.vllm.metrics_report import LABELS, definitions
 from kvstore.vllm.version import LOADS_WITHIN_STEPS, join_server_log
@@ -97,7 +97,6 @@ class KVStoreOffloadingSpec(OffloadingSpec):
 
     def _build_manager(self) -> OffloadingManager:
         """The identity is determined only here: workers see rows, not keys."""
-        from kvstore.vllm.identity.naming import siblings
         from kvstore.vllm.manager import KVStoreOffloadingManager
 
         vllm_config = None if self.engine is None else self.engine.vllm_config
@@ -105,13 +104,12 @@ class KVStoreOffloadingSpec(OffloadingSpec):
         check_answers(self.offload_prompt_only, self.engine)
         check_recurrent(self.config, self.engine)
         check_windows(self.config, self.engine)
-        if self.store_config.tiers:
-            check_engine_with_tiers(vllm_config, self.store_config.shutdown_timeout_s)
         for key in ("disk_codec", "store_codec"):
             if (path := getattr(self.store_config, key)) is not None:
                 check_codec(key, read_gate(path), self.engine)
         if self.store_config.tiers:
             # Without them nothing outlives the process.
+            check_engine_with_tiers(vllm_config, self.store_config.shutdown_timeout_s)
             given = self.store_config.identity or {}
             self.identity = self._naming.whole(self.identity, self.config, self.engine, given)
         self._tell_of_others()

@@ -26,8 +26,8 @@ from kvstore.core.hints import PARAMS_KEY
 from kvstore.policies.shares import TAG_BYTES, tag_of
 from kvstore.vllm.layout import EngineShape
 from kvstore.vllm.lora import LoRAOffloadingManager
-from kvstore.vllm.manager import GROUP_BYTES, KVStoreOffloadingManager
-from kvstore.vllm.version import keep_position
+from kvstore.vllm.manager import KVStoreOffloadingManager
+from kvstore.vllm.version import GROUP_BYTES, keep_position
 
 __all__ = ["LoRATenantOffloadingManager", "TenantOffloadingManager"]
 
@@ -150,9 +150,8 @@ def _told(req_context: ReqContext) -> Mapping[str, Any]:
 
 
 def _named(key: OffloadKey, req_context: ReqContext) -> OffloadKey:
-    owner: _Owner | None = req_context.get_state(_Owner)
-    named = (owner or NOBODY).key(key)
-    keep_position(req_context, key, named)
+    owner: _Owner = req_context.get_state(_Owner) or NOBODY
+    named: OffloadKey = keep_position(req_context, key, owner.key(key))
     return named
 
 

@@ -19,6 +19,7 @@ from kvstore.types import about
 
 __all__ = [
     "CANONICAL_FORMAT",
+    "GROUP_BYTES",
     "HAS_GROUP_NUMBERS",
     "HAS_POSITIONS",
     "KNOWS_SESSIONS",
@@ -99,6 +100,10 @@ HAS_GROUP_NUMBERS = VERSION >= (0, 30)
 """KV cache groups may be left out, and say which number they have."""
 
 
+GROUP_BYTES = 4
+"""The end of a key, which names its group."""
+
+
 class _Medium(enum.StrEnum):
     """The mediums for a vLLM that accepts any text."""
 
@@ -159,12 +164,13 @@ def hashes_last(algorithm: str) -> bool:
     return "xxhash" not in algorithm
 
 
-def keep_position(context: Any, key: Any, named: Any) -> None:
-    """A key of a request is `named` otherwise, at the same place in its prompt."""
+def keep_position(context: Any, key: Any, named: Any) -> Any:
+    """Return `named`, another name of a key of a request, at the same place in its prompt."""
     if HAS_POSITIONS:
         position = context.get_offload_key_position(key)
         if position is not None:
             context.set_offload_key_position(named, position)
+    return named
 
 
 def join_server_log() -> None:

@@ -55,8 +55,7 @@ class LiveWeights:
     def __init__(self, known: Sequence[str | None], *, moving: bool = False) -> None:
         self.look = 0
         self._workers = len(known)
-        self._readable = not moving
-        self._known = self._whole(known)
+        self._known = None if moving else self._whole(known)
         # What could not be read at the start is not tried again, which takes its time.
         self._readable = self._known is not None
         # What the workers have told in the last look.
@@ -107,8 +106,7 @@ class LiveWeights:
 
     def _whole(self, digests: Sequence[str | None]) -> list[str] | None:
         known = [digest for digest in digests if digest is not None]
-        whole = self._readable and known and len(known) == self._workers
-        return known if whole else None
+        return known if known and len(known) == self._workers else None
 
 
 def digest_of_worker(worker: Any) -> str:

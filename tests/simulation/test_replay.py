@@ -138,3 +138,14 @@ def test_a_trace_of_many_accesses_is_replayed_at_a_hundred_thousand_a_second_or_
     outcome = replay(conversations(1), Setup(50))
     assert outcome.seconds > 0
     assert outcome.requests == 400
+
+
+@pytest.mark.parametrize("flow", list(Flow))
+def test_pauses_between_requests_change_no_hits(flow: Flow) -> None:
+    prompts = [list(range(1000 * (n % 3), 1000 * (n % 3) + 8 + n // 3)) for n in range(60)]
+    setup = Setup(4, 1000, flow=flow, reserve=0 if flow is Flow.WRITE_THROUGH else 27)
+    hits = {
+        replay(Trace.of("x", ((pause * n, ids) for n, ids in enumerate(prompts))), setup).hits
+        for pause in (0.0, 1.0, 60.0, 1e6)
+    }
+    assert len(hits) == 1

@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from kvstore.core.hints import Hints
+from kvstore.core.hints import MOST_SECONDS, Hints
 from kvstore.plugins import Choice
 from kvstore.simulation import Setup, Trace, read_trace, replay
-from kvstore.simulation.returns import PATIENCE, SLACK, announced
+from kvstore.simulation.replay import PATIENCE, SLACK, announced
 
 CHAT = Path(__file__).parents[2] / "benchmarks" / "traces" / "chat_generated.packed.xz"
 
@@ -19,11 +19,13 @@ def trace(*requests: tuple[float, list[int]]) -> Trace:
 
 
 def test_a_conversation_goes_on_with_the_next_request_that_has_its_last_chunk() -> None:
-    told = announced(trace((0, [1, 2]), (5, [3]), (8, [1, 2, 4]), (9, [1, 2, 4, 5]), (10, [3, 6])))
-    pauses = [8.0, 5.0, 1.0, None, None]
+    requests = [(0, [1, 2]), (5, [3]), (8, [1, 2, 4]), (9, [1, 2, 4, 5]), (10, [3, 6])]
+    told = announced(trace(*requests, (1e6, [3, 6])))
     assert told == [
-        Hints(release=True) if pause is None else Hints(retain_s=pause * PATIENCE + SLACK)
-        for pause in pauses
+        *(Hints(retain_s=pause * PATIENCE + SLACK) for pause in (8.0, 5.0, 1.0)),
+        Hints(release=True),
+        Hints(retain_s=MOST_SECONDS),
+        Hints(release=True),
     ]
 
 

@@ -117,7 +117,7 @@ FIELDS = st.fixed_dictionaries({}, optional={"timestamp": VALUES, "hash_ids": VA
 LINES = st.lists(st.lists(st.integers(-2, 4) | VALUES, min_size=6, max_size=6), max_size=4)
 
 
-@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.lists(FIELDS, max_size=3) | LINES.map(lambda lines: [{"block_tokens": 64}, *lines]))
 def test_any_values_are_read_or_refused_by_file_and_line(tmp_path: Path, values: list[Any]) -> None:
     path = tmp_path / "trace.jsonl"
@@ -130,7 +130,7 @@ def test_any_values_are_read_or_refused_by_file_and_line(tmp_path: Path, values:
         told = str(refusal)
     if trace is None:
         assert re.match(rf"{re.escape(str(path))}(, line \d+)?: ", told)
-        assert len(told) < len(str(path)) + 250
+        assert len(told) < len(str(path)) + 350
     else:
         assert all(map(math.isfinite, trace.times))
         assert trace.unique < 5 * 2**22

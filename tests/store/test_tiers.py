@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
+import gc
 import sys
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -16,6 +19,7 @@ from kvstore.connector.manager import KVStoreManager
 from kvstore.errors import ConfigError
 from kvstore.tiers import PinnedRegion, Tier
 from kvstore.types import TierPlace
+from tests.patience import PATIENCE, until
 from tests.store.support import Open, contents, keys_of, payloads, small
 
 SHELF = '''
@@ -238,6 +242,46 @@ async def test_a_tier_that_fails_at_the_start_is_named_and_what_it_began_is_ende
         await open_store(tiers=[{"type": "sound"}, {"type": "failing"}]).__aenter__()
     assert ended == (["sound", "failing"] if how != "is not made" else ["sound"])
     assert ("no connection" in caplog.text) == (how != "is not made")
+
+
+@pytest.mark.parametrize("how", ["cancelled", "its loop is closed"])
+def test_an_opening_that_is_given_up_ends_every_tier(open_store: Open, how: str) -> None:
+    import shelf
+
+    ended: list[str] = []
+    begun, goes_on = threading.Event(), threading.Event()
+
+    class Slow(shelf.Shelf):  # type: ignore[misc]
+        name = "slow"
+
+        def open(self, region: PinnedRegion) -> Any:
+            begun.set()
+            goes_on.wait(PATIENCE)
+            return super().open(region)
+
+        def abandon(self) -> None:
+            ended.append("slow")
+            raise AttributeError("no connection")
+
+    class Last(shelf.Shelf):  # type: ignore[misc]
+        name = "last"
+
+        def abandon(self) -> None:
+            ended.append("last")
+
+    tiering.register_tier(Slow)
+    tiering.register_tier(Last)
+    loop = asyncio.new_event_loop()
+    opening = loop.create_task(open_store(tiers=[{"type": "slow"}, {"type": "last"}]).__aenter__())
+    loop.run_until_complete(asyncio.wait_for(loop.run_in_executor(None, begun.wait), PATIENCE))
+    if how == "cancelled":
+        opening.cancel()
+        loop.run_until_complete(asyncio.wait([opening]))
+    loop.run_until_complete(loop.shutdown_default_executor())
+    loop.close()
+    del opening
+    goes_on.set()
+    until(lambda: gc.collect() >= 0 and ended == ["slow", "last"])
 
 
 def test_no_tier_takes_the_name_of_the_disk() -> None:

@@ -9,7 +9,7 @@ import os
 import pty
 import subprocess
 import sys
-from typing import Any
+from typing import IO, Any
 
 from kvstore.tools.cli import main
 from tests.patience import PATIENCE
@@ -61,13 +61,18 @@ def in_a_process(
     )
 
 
-def on_terminal(arguments: list[str], typed: str, columns: int = 80) -> tuple[str, int]:
-    """Run `kvstore` on a terminal of that width; what it shows, and its exit status."""
+def on_terminal(
+    arguments: list[str], typed: str, columns: int = 80, out: IO[bytes] | None = None
+) -> tuple[str, int]:
+    """Run `kvstore` on a terminal of that width; what it shows there, and its exit status.
+
+    Its standard output goes to `out`, if that is given.
+    """
     ours, theirs = pty.openpty()
     running = subprocess.Popen(
         [sys.executable, "-m", "kvstore.tools", *arguments],
         stdin=theirs,
-        stdout=theirs,
+        stdout=theirs if out is None else out,
         stderr=theirs,
         env={**os.environ, "COLUMNS": str(columns), "TERM": "xterm"},
     )

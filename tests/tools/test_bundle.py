@@ -159,6 +159,22 @@ async def test_a_disk_that_cannot_take_a_bundle_is_told_with_the_file(tmp_path: 
     assert [one.name for one in tmp_path.iterdir()] == ["here"]
 
 
+async def test_a_cache_that_goes_while_it_is_exported_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await fill(tmp_path / "here")
+    read = bundle.read_whole
+
+    def gone(*told: Any) -> Any:
+        shutil.rmtree(tmp_path / "here", ignore_errors=True)
+        return read(*told)
+
+    monkeypatch.setattr(bundle, "read_whole", gone)
+    error = error_of("export", tmp_path / "here", tmp_path / "bundle.safetensors")
+    assert str(tmp_path / "here") in error
+    assert "None" not in error
+
+
 async def test_what_a_reset_forgot_is_not_exported_beside_the_server(tmp_path: Path) -> None:
     """Its lane has chunks of before alone, and they are of other weights."""
     file = tmp_path / "bundle.safetensors"

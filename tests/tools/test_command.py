@@ -14,6 +14,7 @@ import pytest
 
 import kvstore
 from kvstore.tools.cli import EXAMPLES, _parser, main
+from kvstore.tools.output import print_table
 from tests.tiers.support import flip
 from tests.tools.support import command, error_of, in_a_process, json_of, on_terminal, run
 
@@ -95,6 +96,40 @@ def test_verify_finds_a_flipped_byte_in_a_payload_and_names_its_key(cache: Path)
     assert "digest" in fault["what"]
 
 
+def test_a_report_in_a_file_has_all_faults_though_progress_is_shown(
+    cache: Path, tmp_path: Path
+) -> None:
+    path = segments(cache)[0]
+    flip(path, path.stat().st_size - 1)
+    with (tmp_path / "report").open("wb") as report:
+        shown, status = on_terminal(["verify", str(cache)], "", out=report)
+    assert status == 1
+    assert "WRONG" not in shown
+    assert f"WRONG {path}" in (tmp_path / "report").read_text()
+
+
+def test_an_identity_with_a_number_that_json_lacks_is_told(cache: Path) -> None:
+    (file,) = cache.glob("*/namespace.json")
+    file.write_text(file.read_text().replace('"tiny"', "NaN"))
+    assert "cannot be told in JSON" in error_of("inspect", cache, "--json")
+
+
+def test_an_error_is_nowhere_else_where_standard_error_is_closed(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("sys.stderr", None)
+    assert main(["inspect", "/nowhere"]) == 2
+    assert capsys.readouterr().out == ""
+
+
+def test_an_empty_column_costs_others_no_width_in_a_pipe(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    long = "mean error of the log-probability of a token, in nats"
+    print_table(["figure", ">with the codec", ">at most", ""], [(long, 0.01, 0.02, "")])
+    assert len(capsys.readouterr().out.splitlines()) == 2
+
+
 def test_verify_and_inspect_find_a_damaged_record(cache: Path) -> None:
     flip(segments(cache)[0], 4096 + 128 + 64)
     for name in ("verify", "inspect"):
@@ -144,6 +179,10 @@ def test_of_an_option_that_is_given_twice_neither_is_taken(tmp_path: Path) -> No
     said = error_of("keys", keys, "--forget", "alice", "--forget", "bob")
     assert "--forget is given twice" in said
     assert all(name in run("keys", keys) for name in ("alice", "bob"))
+
+
+def test_a_number_beyond_all_machines_is_a_usage_error(tmp_path: Path) -> None:
+    assert "must be a whole number" in error_of("top", tmp_path, "--times", "9" * 30)
 
 
 def test_an_unknown_command_is_a_usage_error() -> None:

@@ -172,6 +172,17 @@ def test_top_and_doctor_tell_how_long_the_drive_of_a_cache_lasts(
     assert "endurance" not in run("top", cache, "--interval", "0.1")
 
 
+def test_metrics_replace_nothing_that_is_no_file(
+    cache: Path, programs: Path, tmp_path: Path
+) -> None:
+    """As `/dev/stdout`, by one who may."""
+    answers(programs, "smartctl", of_smartctl(20))
+    os.mkfifo(tmp_path / "pipe")
+    error = error_of("doctor", cache, "--metrics", tmp_path / "pipe")
+    assert "pipe is no regular file" in error
+    assert (tmp_path / "pipe").is_fifo()
+
+
 def test_doctor_writes_metrics_of_the_drives_for_prometheus(
     cache: Path, programs: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -84,6 +84,8 @@ def test_prompts_that_cannot_be_used_are_named(
         (["--most-differing", "nan"], "at least 0"),
         (["--most-error", "-1"], "at least 0"),
         (["--tokens", "0"], "1 at least"),
+        (["--engine", "[" * 100_000], "not JSON"),
+        (["--kvstore", '{"disk": "kv"}'], "leave out disk"),
         ([], "cannot be written"),
     ],
 )
@@ -142,5 +144,8 @@ def test_what_is_beyond_a_limit_is_refused_and_written_down(
 
 def test_a_pipe_in_the_place_of_a_gate_holds_nobody_up(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "gate")
+    (tmp_path / "prompts").write_text("a")
+    told = error_of("gate", "m", tmp_path / "gate", "--prompts", tmp_path / "prompts")
+    assert "cannot be written" in told
     with pytest.raises(ConfigError, match="not a file that kvstore gate has written"):
         read_gate(tmp_path / "gate")

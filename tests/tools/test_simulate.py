@@ -150,6 +150,9 @@ def test_a_picture_is_drawn(trace: Path, tmp_path: Path, suffix: str) -> None:
     begin = {"png": b"\x89PNG", "svg": b"<?xml"}[suffix]
     assert path.read_bytes().startswith(begin)
     told(trace, "--host", "2,5", "--optimum", "--picture", path)
+    # Its name is no formula.
+    odd = trace.rename(trace.parent / "cost_$5_and_$6.jsonl")
+    told(odd, "--host", "2", "--picture", path)
 
 
 @pytest.mark.parametrize(

@@ -190,6 +190,7 @@ def test_a_server_that_is_gone_in_the_end_is_no_success(monkeypatch: pytest.Monk
         ("other_total 9\n", "no metrics of kvstore"),
         ("kvstore_stored_chunks_total NaN\n", "no metrics of kvstore"),
         ("{{{\n", "not in Prometheus"),
+        ('kvstore_wait_seconds_bucket{le="abc"} 1\n', "not in Prometheus"),
     ],
 )
 def test_what_is_no_server_of_ours_is_told_by_its_address(
@@ -203,6 +204,6 @@ def test_what_is_no_server_of_ours_is_told_by_its_address(
     error_of("top", tmp_path / "nowhere")
 
 
-def test_what_is_missing_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setitem(__import__("sys").modules, "rich.console", None)
-    assert "pip install 'kvstore-offload[top]'" in error_of("top", tmp_path)
+def test_what_is_missing_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(__import__("sys").modules, "prometheus_client.parser", None)
+    assert "pip install 'kvstore-offload[top]'" in error_of("top", "http://127.0.0.1:1/metrics")

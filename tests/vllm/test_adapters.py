@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+import threading
+import time
 from concurrent.futures import Future
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,9 +16,15 @@ from vllm.lora.request import LoRARequest
 from vllm.v1.executor.abstract import Executor
 from vllm.v1.kv_offload.base import ReqContext
 
+from kvstore.vllm import adapters
 from kvstore.vllm.adapters import AdapterKeys, Adapters, Use
 from kvstore.vllm.engine import Engine
-from kvstore.vllm.identity.fingerprint import AbsentError, Fingerprint, UnreadableError
+from kvstore.vllm.identity.fingerprint import (
+    AbsentError,
+    Fingerprint,
+    UnreadableError,
+    adapter_files,
+)
 from tests.patience import PATIENCE, until
 
 KEY = bytes(range(32)) + b"\0\0\0\1"
@@ -178,6 +186,37 @@ def test_an_adapter_that_the_server_loads_in_place_is_in_doubt_before_its_next_r
     # Nothing was computed with what it replaces.
     assert Executor.add_lora(workers, LoRARequest("adapter 3", 3, str(tmp_path), load_inplace=True))
     assert clean(begun("r3", 3))
+    keys.close()
+
+
+def test_files_that_do_not_answer_hold_up_no_other_adapter(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "adapter_model.safetensors").write_text("weights")
+    answers = threading.Event()
+    looks: list[str] = []
+
+    def files(path: str) -> list[Path]:
+        looks.append(path)
+        if path == "dead":
+            answers.wait(PATIENCE)
+        return adapter_files(path)
+
+    monkeypatch.setattr(adapters, "adapter_files", files)
+    keys = AdapterKeys("", 0.5)
+    its = keys._adapters
+    dead = [its.arrive(f"dead-{number}", 1, "dead", False, time.monotonic()) for number in range(3)]
+    others = [its.arrive(f"r{n}", n, str(tmp_path), False, time.monotonic()) for n in (2, 3)]
+
+    def settled() -> bool:
+        keys.settle()
+        return not any(use.waiting for use in [*dead, *others])
+
+    until(settled)
+    assert all(use.doubtful for use in dead)
+    assert all(map(clean, others))
+    assert looks.count("dead") == 1, "those that come meanwhile share what is taken"
+    answers.set()
     keys.close()
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import math
 import os
 import random
 import signal
@@ -16,6 +17,7 @@ import pytest
 
 pytest.importorskip("vllm")
 
+from kvstore.core.tier_only import Jobs
 from kvstore.errors import ConfigError, KVStoreError
 from kvstore.tiers.disk import DiskTier
 from kvstore.vllm.engine import building
@@ -111,6 +113,37 @@ def test_uses_are_recorded_while_the_server_is_idle(
             assert time.monotonic() < end, "uses that a kill would lose are never recorded"
             time.sleep(0.05)
         assert server.get(keys_of(range(4))) == 4
+
+
+def test_upkeep_lets_nothing_leave_between_a_lookup_and_its_load(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with Server(options(tmp_path)) as server:
+        server.put(keys_of(range(8)))
+        runner = server.tier._runner
+        steps: list[int] = []
+        hand_over = runner._hand_over
+
+        def counted(now: float) -> None:
+            steps.append(1)
+            hand_over(now)
+
+        monkeypatch.setattr(Jobs, "upkeep", True)
+        monkeypatch.setattr(runner, "_hand_over", counted)
+
+        def idle() -> int:
+            """For long: how many steps of upkeep there are then."""
+            steps.clear()
+            runner._ended = -math.inf
+            runner._go_on_while_idle()
+            return len(steps)
+
+        runner.end_step()
+        assert idle()
+        runner.lookup(keys_of(range(1))[0])
+        assert not idle()
+        runner.end_step()
+        assert idle()
 
 
 def test_a_slow_disk_is_closed_in_order_though_not_all_stores_fit_in_the_time(

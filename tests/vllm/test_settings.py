@@ -381,7 +381,7 @@ COUNTED = {
     "model_class_overrides model_impl",
     "attention": "backend minimax_m3_msa_decode_backend backend_per_kind indexer_kv_dtype "
     "indexer_sparse_logits hisparse_config use_non_causal sparse_mla_force_mqa "
-    "use_prefill_query_quantization disable_flashinfer_q_quantization",
+    "use_prefill_query_quantization use_trtllm_attention disable_flashinfer_q_quantization",
     "parallel": "cp_kv_cache_interleave_size dcp_kv_cache_interleave_size",
     "kernel": "moe_backend linear_backend linear_backend_per_quant",
     "load": "model_loader_extra_config ignore_patterns",

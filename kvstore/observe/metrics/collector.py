@@ -6,11 +6,12 @@ import asyncio
 import logging
 from collections.abc import Iterator
 from concurrent.futures import CancelledError
+from itertools import accumulate
 from typing import TYPE_CHECKING, Any, Protocol
 
 from kvstore._version import __version__
 from kvstore.concurrency import running_loop
-from kvstore.core import CoreStats, Durations
+from kvstore.core import CoreStats
 from kvstore.errors import KVStoreError
 from kvstore.observe.metrics.series import Series
 from kvstore.observe.metrics.table import METRICS, Metric
@@ -92,7 +93,10 @@ class Collector:
             for (metric, labels), value in zip(series, values, strict=True):
                 family = families[metric.name]
                 if metric.kind == "histogram":
-                    family.add_metric(labels, _buckets(value), value.seconds)
+                    # The cumulative count up to each bound.
+                    bounds = [*map(str, value.bounds), "+Inf"]
+                    buckets = list(zip(bounds, accumulate(value.buckets), strict=True))
+                    family.add_metric(labels, buckets, value.seconds)
                 else:
                     family.add_metric(labels, value)
         yield self._info()
@@ -127,9 +131,7 @@ class Collector:
 
     def _stats(self) -> CoreStats:
         loop = self._loop
-        if loop is None:
-            return self._store.stats()
-        if running_loop() is loop:
+        if loop is None or running_loop() is loop:
             return self._store.stats()
         asked = self._asked()
         try:
@@ -144,14 +146,3 @@ class Collector:
 
     async def _asked(self) -> CoreStats:
         return self._store.stats()
-
-
-def _buckets(durations: Durations) -> list[tuple[str, int]]:
-    """Return the cumulative count up to each bound, as Prometheus expects."""
-    counts: list[tuple[str, int]] = []
-    so_far = 0
-    bounds = [*map(str, durations.bounds), "+Inf"]
-    for bound, count in zip(bounds, durations.buckets, strict=True):
-        so_far += count
-        counts.append((bound, so_far))
-    return counts

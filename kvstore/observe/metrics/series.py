@@ -40,25 +40,19 @@ class Series:
         return [metric.take(sources[place]) for metric, _, place in known]
 
     def _found(self, stats: CoreStats) -> Iterator[_Known]:
-        tiers = stats.tiers
-        names = tier_names(tiers)
+        tiers = list(zip(tier_names(stats.tiers), map(_kinds, stats.tiers), strict=True))
         for metric in self._metrics:
             if metric.of == "core":
                 yield metric, (), -1
-                continue
-            if metric.of == "tenant":
+            elif metric.of == "tenant":
                 yield from ((metric, (name,), name) for name in stats.tenants)
-                continue
-            for place, tier in enumerate(tiers):
-                if metric.of in _kinds(tier):
-                    yield metric, (names[place],), place
+            else:
+                for place, (name, kinds) in enumerate(tiers):
+                    if metric.of in kinds:
+                        yield metric, (name,), place
 
 
 def _kinds(tier: TierStats) -> set[str]:
     """Return which kinds of metrics, by `Metric.of`, this tier has."""
-    kinds = {"tier"}
-    if tier.owned:
-        kinds |= {"target", "owned tier"}
-    if tier.store:
-        kinds |= {"target", "store"}
-    return kinds
+    more = ("target", "owned tier") if tier.owned else ("target", "store") if tier.store else ()
+    return {"tier", *more}

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
-from kvstore.core import AGES, BOUNDS, CoreStats, TenantStats, TierStats
+from kvstore.core import AGES, BOUNDS, CoreStats, Durations, TenantStats, TierStats
 
 __all__ = ["METRICS", "TIER_LABEL", "Metric"]
 
@@ -52,24 +52,22 @@ class Metric:
         return {"core": (), "tenant": (TENANT_LABEL,)}.get(self.of, (TIER_LABEL,))
 
 
-def _of_core(kind: _Kind) -> Callable[[str, Callable[[CoreStats], float], str], Metric]:
-    return lambda name, take, text: Metric(name, kind, "core", take, text)
+_Stats = TypeVar("_Stats", CoreStats, TierStats, TenantStats)
 
 
-def _of_tier(kind: _Kind, of: _Of) -> Callable[[str, Callable[[TierStats], float], str], Metric]:
-    return lambda name, take, text: Metric(name, kind, of, take, text)
+def _of(
+    kind: _Kind, of: _Of, stats: type[_Stats], bounds: tuple[float, ...] = ()
+) -> Callable[[str, Callable[[_Stats], float | Durations], str], Metric]:
+    """Return what makes metrics of a kind, whose values are taken from such `stats`."""
+    return lambda name, take, text: Metric(name, kind, of, take, text, bounds)
 
 
-def _of_tenant(kind: _Kind) -> Callable[[str, Callable[[TenantStats], float], str], Metric]:
-    return lambda name, take, text: Metric(name, kind, "tenant", take, text)
-
-
-_core, _core_now = _of_core("counter"), _of_core("gauge")
-_tier, _tier_now = _of_tier("counter", "tier"), _of_tier("gauge", "tier")
-_target, _target_now = _of_tier("counter", "target"), _of_tier("gauge", "target")
-_owned, _owned_now = _of_tier("counter", "owned tier"), _of_tier("gauge", "owned tier")
-_tenant, _tenant_now = _of_tenant("counter"), _of_tenant("gauge")
-_store, _store_now = _of_tier("counter", "store"), _of_tier("gauge", "store")
+_core, _core_now = _of("counter", "core", CoreStats), _of("gauge", "core", CoreStats)
+_tier, _tier_now = _of("counter", "tier", TierStats), _of("gauge", "tier", TierStats)
+_target, _target_now = _of("counter", "target", TierStats), _of("gauge", "target", TierStats)
+_owned, _owned_now = _of("counter", "owned tier", TierStats), _of("gauge", "owned tier", TierStats)
+_tenant, _tenant_now = _of("counter", "tenant", TenantStats), _of("gauge", "tenant", TenantStats)
+_store, _store_now = _of("counter", "store", TierStats), _of("gauge", "store", TierStats)
 
 METRICS: tuple[Metric, ...] = (
     # -- is it hitting, and from where? --------------------------------------------------
@@ -104,13 +102,10 @@ METRICS: tuple[Metric, ...] = (
     _core("stored_chunks", lambda s: s.stored, "Chunks copied from the device to host memory."),
     # -- what does waiting cost? -----------------------------------------------------------
     _core("deferrals", lambda s: s.deferrals, "Requests that were told to wait for a slower tier."),
-    Metric(
+    _of("histogram", "core", CoreStats, BOUNDS)(
         "wait_seconds",
-        "histogram",
-        "core",
         lambda s: s.waits,
         "Seconds that a request waited for a slower tier before it was answered.",
-        BOUNDS,
     ),
     _core(
         "timeouts",
@@ -174,23 +169,17 @@ METRICS: tuple[Metric, ...] = (
         lambda t: t.evicted,
         "Chunks evicted from this tier to make room for others.",
     ),
-    Metric(
+    _of("histogram", "core", CoreStats, AGES)(
         "host_eviction_age_seconds",
-        "histogram",
-        "core",
         lambda s: s.ages,
         "Seconds between the last use of a chunk and its eviction from host memory, for "
         "a sample of chunks.",
-        AGES,
     ),
-    Metric(
+    _of("histogram", "owned tier", TierStats, AGES)(
         "tier_eviction_age_seconds",
-        "histogram",
-        "owned tier",
         lambda t: t.ages,
         "Seconds between the last use of a chunk and its eviction from this tier, for a "
         "sample of chunks.",
-        AGES,
     ),
     # -- what is not stored, or lost? --------------------------------------------------------
     _core(
@@ -230,14 +219,11 @@ METRICS: tuple[Metric, ...] = (
         lambda t: t.read_bytes,
         "Bytes of the chunks read from this tier and verified.",
     ),
-    Metric(
+    _of("histogram", "tier", TierStats, BOUNDS)(
         "tier_read_seconds",
-        "histogram",
-        "tier",
         lambda t: t.reads,
         "Seconds that a read of one or more chunks from this tier took, including time "
         "in the queue.",
-        BOUNDS,
     ),
     _target("tier_written_chunks", lambda t: t.written, "Chunks written to this tier."),
     _target(
@@ -245,14 +231,11 @@ METRICS: tuple[Metric, ...] = (
         lambda t: t.written_bytes,
         "Bytes of the chunks written to this tier, those that compaction moved included.",
     ),
-    Metric(
+    _of("histogram", "target", TierStats, BOUNDS)(
         "tier_write_seconds",
-        "histogram",
-        "target",
         lambda t: t.writes,
         "Seconds that a write of one or more chunks to this tier took, including time in "
         "the queue.",
-        BOUNDS,
     ),
     _target(
         "tier_failed_reads",
@@ -352,14 +335,11 @@ METRICS: tuple[Metric, ...] = (
         "Requests that did not wait for this store's answer because the wait would cost "
         "more than it could save.",
     ),
-    Metric(
+    _of("histogram", "store", TierStats, BOUNDS)(
         "store_answer_seconds",
-        "histogram",
-        "store",
         lambda t: t.asks,
         "Seconds that this store took to answer a question about one or more chunks, "
         "including time in the queue.",
-        BOUNDS,
     ),
     _store_now(
         "store_asking_chunks",

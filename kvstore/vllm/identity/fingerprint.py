@@ -315,9 +315,8 @@ def _entries(folder: Path, kind: Callable[[Path], bool] = Path.is_file) -> list[
 
 
 def _of_kind(files: list[Path], folder: Path, load_format: str) -> list[Path]:
-    preferred = PREFERRED.get(load_format)
-    for kind in (preferred, *KINDS) if preferred else KINDS:
-        found = [path for path in files if path.suffix == kind and path.name not in TRAINING]
+    for kind in (PREFERRED.get(load_format), *KINDS):
+        found = [path for path in _weights_of(files) if path.suffix == kind]
         if found:
             return found
     raise UnreadableError(f"{folder}: no weight files of a kind that is known")

@@ -57,7 +57,7 @@ blocks are hashed has a place of its own."""
 ATTENTION_IGNORED = _names(
     """
     flash_attn_version flash_attn_max_num_splits_for_cuda_graph tokenspeed_mla_min_split_kv
-    tq_max_kv_splits_for_cuda_graph use_trtllm_attention trtllm_ragged_backend
+    tq_max_kv_splits_for_cuda_graph trtllm_ragged_backend
     mla_prefill_backend sparse_mla_prefill_workspace_factor indexer_tp_shard_min_rows
     flex_attn_block_m flex_attn_block_n flex_attn_q_block_size flex_attn_kv_block_size
     """
@@ -69,7 +69,8 @@ MULTIMODAL_IGNORED = _names(
     limit_per_prompt enable_mm_embeds mm_processor_cache_gb mm_processor_cache_type
     mm_hasher_algorithm mm_shm_cache_max_object_size_mb mm_encoder_only mm_encoder_tp_mode
     interleave_mm_strings skip_mm_profiling mm_tensor_ipc allow_missing_mm_embeddings
-    mm_ipc_gpu_memory_gb mm_processor_device
+    mm_ipc_gpu_memory_gb mm_processor_device mm_encoder_fp8_scale_save_path
+    mm_encoder_fp8_scale_save_margin
     """
 )
 """Of `MultiModalConfig`: limits, caches and transport; block hashes know the inputs."""
@@ -138,7 +139,8 @@ ENVIRONMENT_COUNTS = _names(
     VLLM_ROCM_USE_AITER_FP4BMM VLLM_ROCM_USE_AITER_FP4_ASM_GEMM VLLM_ROCM_USE_AITER_FP8BMM
     VLLM_ROCM_USE_AITER_MHA VLLM_ROCM_USE_AITER_MLA VLLM_ROCM_USE_AITER_MOE_A4W4_DSV4
     VLLM_ROCM_USE_AITER_MOE_SITUV2 VLLM_ROCM_USE_AITER_UNIFIED_ATTENTION
-    VLLM_SSM_CONV_STATE_LAYOUT VLLM_USE_DEEP_GEMM_E8M0 VLLM_XPU_INC_WNA16_BACKEND
+    VLLM_SSM_CONV_STATE_LAYOUT VLLM_USE_DEEP_GEMM VLLM_USE_DEEP_GEMM_E8M0
+    VLLM_XPU_INC_WNA16_BACKEND
     """
 )
 """Variables that change the KV or its order in a page, where they are set: those that quantise,
@@ -160,8 +162,9 @@ DRAFT_IGNORED = _names(
 """Of `SpeculativeConfig`, where a draft model has layers of its own in the cache: how guesses are
 sampled and judged; the model has a place of its own."""
 
-WITHOUT_DRAFT = _names("ngram ngram_gpu suffix")
-"""Methods whose draft model is none, or the target under another name."""
+WITHOUT_DRAFT = _names("ngram ngram_gpu suffix medusa mlp_speculator")
+"""Methods whose draft model is none, is the target under another name, or has no layers in the
+cache."""
 
 PLAIN_ROPE = frozenset({"default", "llama3", "linear", "yarn", "mrope", "proportional"})
 PLAIN_MODELS = _names(
