@@ -213,6 +213,7 @@ def scrape(url: str) -> Snapshot:
     snapshot = Snapshot(time.monotonic())
     try:
         samples = [each for its in text_string_to_metric_families(text) for each in its.samples]
+        samples = [each for each in samples if each.name.startswith(PREFIXES)]
         bounds = [float(each.labels.get("le", "inf")) for each in samples]
     except ValueError as error:
         told = f"{error!s:.100}"

@@ -72,8 +72,14 @@ class Questions:
         for store in self._stores:
             if not store.worth_asking:
                 continue
-            # What it is known to have must not be forgotten while the request waits for it.
-            store.keep([key for key in request.keys if key not in chunks])
+            # What it is known to have must not be forgotten while the request waits for it. It
+            # tells by the read that follows, so not where a faster tier has the chunk.
+            faster = [tier.entries for tier in self._tiers[: store.number] if tier.health.readable]
+            store.keep(
+                key
+                for key in store.answers.ending(request.keys, now)
+                if key not in chunks and not any(key in entries for entries in faster)
+            )
             # The cause of slow reads from an outpaced store may be over.
             read = 0.0 if store.health.recompute.outpaced else store.health.pace.per_chunk
             lasts = store.patience.lasts(len(keys), compute, read)
@@ -132,7 +138,9 @@ class Questions:
             while place < len(keys) and self._is_nowhere(keys[place], readable, waits):
                 place += 1
             if place > request.granted:
-                place = place if request.gaps else len(keys)
+                if not request.gaps:
+                    place = request.granted + 1
+                    request.cut(place)
                 request.grant(place, needs_rows=None, short_of_rows=False)
             self._queue.answer_if_complete(request, now)
 

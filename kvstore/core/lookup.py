@@ -227,16 +227,20 @@ class Lookups:
 
     def lookup_prefix(self, keys: Sequence[bytes], request_id: str) -> int | None:
         """Return how many leading `keys` can be loaded in this step, or None ("ask again")."""
-        deferred = False
-        for count, key in enumerate(keys):
+        count, deferred = 0, False
+        for key in keys:
             answer = self.lookup(key, request_id)
             if answer is None:
                 if self.is_waiting(request_id):
                     return None
                 deferred = True
             elif not answer:
-                return None if deferred else count
-        return None if deferred else len(keys)
+                break
+            count += 1
+        if not deferred:
+            return count
+        self._asking.ask_prefix(count)
+        return None
 
     def contains_prefix(self, keys: Sequence[bytes]) -> int:
         """Return how many leading `keys` host memory or a readable tier holds.
@@ -354,9 +358,10 @@ class Lookups:
 
     def _put_in_order(self, asked: Sequence[Request]) -> None:
         for request in asked:
-            if request.deferring and request.turned:
-                # Hits are kept by their place in the list, so this comes before the sorting.
-                self.keep_hits()
+            if request.deferring:
+                if request.turned:
+                    # Hits are kept by their place in the list, so this comes before the sorting.
+                    self.keep_hits()
                 request.put_in_order()
 
     def keep_hits(self) -> None:

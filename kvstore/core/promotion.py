@@ -302,7 +302,7 @@ class Grants:
             request.grant(missing[room][0], needs_rows=True, short_of_rows=True)
         else:
             request.wait_for_tier(plan.waits_for)
-            needs_rows = True if reach < end else False if reach == len(keys) else None
+            needs_rows = False if reach == len(keys) else True if reach < end else None
             request.grant(reach, needs_rows=needs_rows, short_of_rows=False)
         return grants
 
@@ -362,7 +362,8 @@ class Grants:
                     if request.gaps or unasked:
                         continue
                     # Nothing behind this one is of use.
-                    plan.reach = len(request.keys)
+                    plan.reach = position + 1
+                    request.cut(plan.reach)
                     break
                 # Keys behind this one are not fetched before it is known whether it arrives.
                 plan.reach, plan.awaits_answer = position, True

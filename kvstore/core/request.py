@@ -98,7 +98,9 @@ class Request:
             those of its fetch until then.
         put_off: it was turned away by a full step, and waits for its turn.
         unseen: the last step that turned it away.
-        gaps: whether chunks behind one that is missing are of use to it.
+        as_prefix: how many keys a lookup of a whole prefix has named, where no other has in this
+            round.
+        gaps: whether chunks behind one that is missing may be of use to it.
         linked: how many of `keys` the policies know as a chain, while it waits.
         position: returns where in the prompt a key belongs, in tokens, if the server says so.
         one_group: all its keys are of one KV cache group. They are then named in prompt order,
@@ -136,7 +138,8 @@ class Request:
     queued: bool = False
     put_off: bool = False
     unseen: int = -1
-    gaps: bool = False
+    as_prefix: int = 0
+    gaps: bool = True
     linked: int = 0
     position: Callable[[bytes], int] | None = None
     one_group: bool = False
@@ -253,10 +256,24 @@ class Request:
             return False
         return not self.one_group or position(self.keys[0]) > position(self.keys[-1])
 
+    def ask_prefix(self, count: int) -> None:
+        """Note that the last `count` keys were asked for as one prefix."""
+        self.as_prefix = count if count == len(self.keys) else 0
+
     def put_in_order(self) -> None:
-        """Put `keys`, which were asked for in another order, into that of the prompt."""
-        self.keys[:] = self.sorted(self.keys)
-        self.gaps = True
+        """Put `keys` into prompt order, and note whether they were asked for as one prefix."""
+        position, keys = self.position, self.keys
+        if position is None:
+            self.gaps = self.as_prefix != len(keys)
+        else:
+            self.gaps = not self.one_group or position(keys[0]) >= position(keys[-1])
+            if self.turned:
+                keys[:] = self.sorted(keys)
+        self.as_prefix = 0
+
+    def cut(self, count: int) -> None:
+        """Want only its first `count` keys: it may ask for the others again."""
+        self.keys = self.keys[:count]
 
     def count(self, keys: Iterable[bytes]) -> list[bytes]:
         """Mark `keys` as counted; returns those that the filters were not told of before."""

@@ -42,7 +42,7 @@ TELL_SECONDS = 5.0
 """How often it logs that it waits."""
 
 
-@in_turns(but=())
+@in_turns(but=("lookup",))
 class JobRunner:
     """Runs jobs for a server with its own host memory; for jobs see `kvstore.core.tier_only`.
 
@@ -98,7 +98,9 @@ class JobRunner:
 
     def lookup(self, key: bytes) -> bool:
         """Whether a chunk can be loaded, in this step."""
-        self._begun = True
+        if not self._begun:
+            with self._turn:
+                self._begun = True
         return self._jobs.lookup(key)
 
     def load(self, number: int, keys: Sequence[bytes], rows: Sequence[int]) -> None:

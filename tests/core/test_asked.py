@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
+from typing import Any
 
 import pytest
 
@@ -136,16 +137,58 @@ def test_a_store_that_lacks_the_head_costs_no_fetch() -> None:
     assert rig.under_way(Op.PROMOTE) == []
 
 
-def test_what_a_window_needs_is_fetched_though_the_head_is_nowhere() -> None:
+@pytest.mark.parametrize("positions", [KEYS.index, None, lambda key: 0])
+def test_what_a_window_needs_is_fetched_though_the_head_is_nowhere(positions: Any) -> None:
     rig = with_store()
-    rig.core.on_new_request("r", KEYS.index, one_group=True)
+    rig.core.on_new_request("r", positions, one_group=True)
     for key in reversed(KEYS):
         assert rig.core.lookup(key, "r") is None
     rig.step()
-    answer(rig, has=KEYS[3:])
+    answer(rig, has=KEYS[2:5])
     rig.step()
     rig.step()
-    assert rig.promotion.keys == KEYS[3:]
+    assert set(rig.promotion.keys) == set(KEYS[2:5])
+
+
+@pytest.mark.parametrize("asked", ["one by one", "as prefixes"])
+def test_of_several_groups_each_gets_what_the_store_has(asked: str) -> None:
+    rig = with_store(rows=16)
+    groups = chain("b", 6), KEYS
+    for keys in groups:
+        if asked == "as prefixes":
+            assert rig.ask(keys) is None
+        for key in keys if asked == "one by one" else ():
+            assert rig.core.lookup(key, "r") is None
+    rig.step()
+    answer(rig, has=[*groups[0][:4], *groups[1]])
+    rig.step()
+    rig.step()
+    assert set(rig.promotion.keys) == {*groups[0][:4], *groups[1]}
+
+
+def test_what_lies_behind_a_gap_is_found_once_the_gap_is_filled() -> None:
+    """As when the device gets it from another request meanwhile, and the server asks from there."""
+    rig = with_store()
+    has = KEYS[1:]
+    assert told(rig, KEYS, has) == 0
+    assert told(rig, KEYS[1:], has) == 5
+
+
+def test_a_store_is_not_believed_for_ever_to_have_what_a_faster_tier_serves() -> None:
+    rig = with_store([KEYS], lasts=60.0)
+    assert told(rig, KEYS, has=(), request="first") == 6
+    rig.put(chain("b", 8), "b")
+    rig.settle()
+    store = rig.core.tiers[1].store
+    assert store is not None
+    store.index.appear((key, 0) for key in KEYS)
+    store.answers.has(KEYS, rig.now)
+    for number in range(3):
+        rig.step(25.0)
+        rig.core.make_room(8)
+        assert told(rig, KEYS, has=(), request=f"r{number}") == 6
+        rig.core.on_request_finished(f"r{number}")
+    assert not any(key in store.entries for key in KEYS)
 
 
 def test_two_requests_with_the_same_keys_ask_once() -> None:

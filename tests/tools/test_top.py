@@ -191,6 +191,7 @@ def test_a_server_that_is_gone_in_the_end_is_no_success(monkeypatch: pytest.Monk
         ("kvstore_stored_chunks_total NaN\n", "no metrics of kvstore"),
         ("{{{\n", "not in Prometheus"),
         ('kvstore_wait_seconds_bucket{le="abc"} 1\n', "not in Prometheus"),
+        ('others_bucket{le="abc"} 1\n', "no metrics of kvstore"),
     ],
 )
 def test_what_is_no_server_of_ours_is_told_by_its_address(

@@ -6,7 +6,7 @@ This process does not assign its slots: the store decides where a chunk lies and
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from kvstore.core.residency.base import CopyTarget, Unordered
 from kvstore.core.residency.index import Index
@@ -86,7 +86,7 @@ class AskedTier(CopyTarget):
             return self.health.failed(move.op, now, completion.error)
         return self.health.went_well(move.op)
 
-    def keep(self, keys: Sequence[bytes]) -> None:
+    def keep(self, keys: Iterable[bytes]) -> None:
         """Let answers that the store has these count as long as new ones."""
         known = [key for key in keys if key in self.entries]
         self.index.disappear(self.answers.has(known, self._now))

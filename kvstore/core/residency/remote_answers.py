@@ -15,7 +15,7 @@ asked, and a later request finds the answer.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from kvstore.policies.table import OrderedTable
 
@@ -65,6 +65,11 @@ class Answers:
         for key in keys:
             self.absent.pop(key, None)
         return self._shorten(self._present, self._most)
+
+    def ending(self, keys: Iterable[bytes], now: float) -> list[bytes]:
+        """Return those that the store has, by answers of whose time less than half is left."""
+        soon, end = now + self._lasts / 2, self._present.get
+        return [key for key in keys if end(key, math.inf) < soon]
 
     def lacks(self, keys: Sequence[bytes], now: float) -> None:
         """Note that the store does not have these."""
