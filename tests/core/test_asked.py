@@ -176,9 +176,6 @@ def test_what_lies_behind_a_gap_is_found_once_the_gap_is_filled() -> None:
 
 def test_a_store_is_not_believed_for_ever_to_have_what_a_faster_tier_serves() -> None:
     rig = with_store([KEYS], lasts=60.0)
-    assert told(rig, KEYS, has=(), request="first") == 6
-    rig.put(chain("b", 8), "b")
-    rig.settle()
     store = rig.core.tiers[1].store
     assert store is not None
     store.index.appear((key, 0) for key in KEYS)
