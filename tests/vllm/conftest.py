@@ -10,7 +10,8 @@ import pytest
 
 from tests.vllm.engines import ONE_PROCESS, Run, run_engine
 
-PROMPTS = [[seed, 2048] for seed in range(8)]
+LENGTH = 1024
+PROMPTS = [[seed, LENGTH] for seed in range(8)]
 SHORT = [[seed, 512] for seed in range(200, 208)]
 
 
@@ -39,7 +40,7 @@ def reference(tmp_path_factory: pytest.TempPathFactory) -> Run:
             "engine": {"num_gpu_blocks_override": 600},
             "rounds": [
                 {"name": "each", "prompts": PROMPTS},
-                {"name": "long", "prompts": [[100, 4096]]},
+                {"name": "long", "prompts": [[100, 2 * LENGTH]]},
                 {"name": "short", "prompts": SHORT, "together": True},
             ],
         },

@@ -12,7 +12,7 @@ import pytest
 
 from tests.tiers.support import flip
 from tests.tools.support import command
-from tests.vllm.conftest import PROMPTS
+from tests.vllm.conftest import LENGTH, PROMPTS
 from tests.vllm.engines import FORKED, ONE_PROCESS, Run, SharedMemory, run_engine
 
 CHUNK = 512 * 1024
@@ -38,7 +38,7 @@ def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def first(tmp_path_factory: pytest.TempPathFactory, cache: Path) -> Run:
-    """An engine whose device cache holds two prompts, over roomy host memory and disk."""
+    """An engine whose device cache holds half of the prompts, over roomy host memory and disk."""
     return run_engine(
         tmp_path_factory.mktemp("first"),
         {
@@ -68,15 +68,15 @@ def second(tmp_path_factory: pytest.TempPathFactory, cache: Path, stored: Path) 
     return run_engine(
         tmp_path_factory.mktemp("second"),
         {
-            "kvstore": {"cpu_bytes_to_use": 64 * CHUNK, "tiers": disk(cache)},
+            "kvstore": {"cpu_bytes_to_use": LENGTH // 32 * CHUNK, "tiers": disk(cache)},
             "engine": {"num_gpu_blocks_override": 600},
             "rounds": [
                 {"name": "disk 1", "prompts": PROMPTS},
                 {"name": "disk 2", "prompts": PROMPTS},
                 {"name": "disk 3", "prompts": PROMPTS},
                 {"name": "together", "prompts": PROMPTS, "together": True},
-                {"name": "long cold", "prompts": [[100, 4096]]},
-                {"name": "long again", "prompts": [[100, 4096]]},
+                {"name": "long cold", "prompts": [[100, 2 * LENGTH]]},
+                {"name": "long again", "prompts": [[100, 2 * LENGTH]]},
                 {"name": "before reset", "prompts": [[200, 512]], "reset_connector": True},
                 {"name": "after reset", "prompts": [[200, 512], PROMPTS[0]]},
             ],
@@ -93,23 +93,23 @@ def test_completions_are_those_of_an_engine_without_offload(reference: Run, firs
 
 def test_whole_prompts_come_from_host_memory_once_the_device_forgot_them(first: Run) -> None:
     for name in ("host 1", "host 2", "host together"):
-        assert first.rounds[name].cached == [2048] * 8, name
+        assert first.rounds[name].cached == [LENGTH] * 8, name
 
 
 def test_whole_prompts_come_from_disk_after_a_restart(reference: Run, second: Run) -> None:
     for name in ("disk 1", "disk 2", "disk 3"):
-        assert second.rounds[name].cached == [2048] * 8, name
+        assert second.rounds[name].cached == [LENGTH] * 8, name
         assert second.rounds[name].tokens == reference.rounds["each"].tokens, name
 
 
 def test_eight_prompts_at_once_with_host_room_for_one_all_hit(second: Run) -> None:
-    assert second.rounds["together"].cached == [2048] * 8
+    assert second.rounds["together"].cached == [LENGTH] * 8
 
 
 def test_a_prompt_larger_than_host_memory_gives_at_least_what_host_memory_holds(
     reference: Run, second: Run
 ) -> None:
-    assert second.rounds["long again"].cached[0] >= 2048
+    assert second.rounds["long again"].cached[0] >= LENGTH
     assert second.rounds["long cold"].tokens == reference.rounds["long"].tokens
     assert second.rounds["long again"].tokens == reference.rounds["long"].tokens
 
@@ -158,7 +158,7 @@ def test_damage_on_disk_costs_the_damaged_chunks_and_never_a_wrong_token(
         ONE_PROCESS,
     )
     assert again.rounds["again"].tokens == reference.rounds["each"].tokens
-    assert 0 < sum(again.rounds["again"].cached) < 8 * 2048
+    assert 0 < sum(again.rounds["again"].cached) < 8 * LENGTH
 
 
 def test_what_was_carried_by_a_bundle_is_hit_with_equal_tokens(
@@ -176,7 +176,7 @@ def test_what_was_carried_by_a_bundle_is_hit_with_equal_tokens(
         },
         ONE_PROCESS,
     )
-    assert there.rounds["there"].cached == [2048] * 8
+    assert there.rounds["there"].cached == [LENGTH] * 8
     assert there.rounds["there"].tokens == reference.rounds["each"].tokens
 
 
