@@ -137,10 +137,10 @@ class Questions:
             waits = now < request.answer_by
             while place < len(keys) and self._is_nowhere(keys[place], readable, waits):
                 place += 1
-            if place > request.granted:
                 if not request.gaps:
-                    place = request.granted + 1
                     request.cut(place)
+                    break
+            if place > request.granted:
                 request.grant(place, needs_rows=None, short_of_rows=False)
             self._queue.answer_if_complete(request, now)
 

@@ -196,6 +196,20 @@ def test_a_tier_can_be_registered_without_a_package() -> None:
     assert tiering.tier_names() == ["disk", "mooncake", "object", "own", "redis", "shelf"]
 
 
+def ending(ended: list[str], name: str, *, raises: bool = False) -> Any:
+    """A kind of tier that tells when it is abandoned, and perhaps raises then."""
+    import shelf
+
+    class Ending(shelf.Shelf):  # type: ignore[misc]
+        def abandon(self) -> None:
+            ended.append(name)
+            if raises:
+                raise AttributeError("no connection")
+
+    Ending.name = name
+    return Ending
+
+
 @pytest.mark.parametrize(
     ("how", "told"),
     [
@@ -207,13 +221,9 @@ def test_a_tier_can_be_registered_without_a_package() -> None:
 async def test_a_tier_that_fails_at_the_start_is_named_and_what_it_began_is_ended(
     open_store: Open, how: str, told: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    import shelf
-
     ended: list[str] = []
 
-    class Failing(shelf.Shelf):  # type: ignore[misc]
-        name = "failing"
-
+    class Failing(ending(ended, "failing", raises=True)):  # type: ignore[misc]
         def __init__(self, place: TierPlace) -> None:
             super().__init__(place)
             if how == "is not made":
@@ -226,18 +236,8 @@ async def test_a_tier_that_fails_at_the_start_is_named_and_what_it_began_is_ende
 
         async def later(self) -> None: ...
 
-        def abandon(self) -> None:
-            ended.append("failing")
-            raise AttributeError("no connection")
-
-    class Sound(shelf.Shelf):  # type: ignore[misc]
-        name = "sound"
-
-        def abandon(self) -> None:
-            ended.append("sound")
-
     tiering.register_tier(Failing)
-    tiering.register_tier(Sound)
+    tiering.register_tier(ending(ended, "sound"))
     with pytest.raises(ConfigError, match=told):
         await open_store(tiers=[{"type": "sound"}, {"type": "failing"}]).__aenter__()
     assert ended == (["sound", "failing"] if how != "is not made" else ["sound"])
@@ -246,31 +246,17 @@ async def test_a_tier_that_fails_at_the_start_is_named_and_what_it_began_is_ende
 
 @pytest.mark.parametrize("how", ["cancelled", "its loop is closed"])
 def test_an_opening_that_is_given_up_ends_every_tier(open_store: Open, how: str) -> None:
-    import shelf
-
     ended: list[str] = []
     begun, goes_on = threading.Event(), threading.Event()
 
-    class Slow(shelf.Shelf):  # type: ignore[misc]
-        name = "slow"
-
+    class Slow(ending(ended, "slow", raises=True)):  # type: ignore[misc]
         def open(self, region: PinnedRegion) -> Any:
             begun.set()
             goes_on.wait(PATIENCE)
             return super().open(region)
 
-        def abandon(self) -> None:
-            ended.append("slow")
-            raise AttributeError("no connection")
-
-    class Last(shelf.Shelf):  # type: ignore[misc]
-        name = "last"
-
-        def abandon(self) -> None:
-            ended.append("last")
-
     tiering.register_tier(Slow)
-    tiering.register_tier(Last)
+    tiering.register_tier(ending(ended, "last"))
     loop = asyncio.new_event_loop()
     opening = loop.create_task(open_store(tiers=[{"type": "slow"}, {"type": "last"}]).__aenter__())
     loop.run_until_complete(asyncio.wait_for(loop.run_in_executor(None, begun.wait), PATIENCE))
