@@ -75,7 +75,7 @@ async def test_a_reset_on_a_full_disk_gives_up_a_segment_and_is_durable(small: P
         await caller.store.reset()
         assert await caller.save(later) == set(later)
     async with calling(small / "cache") as caller:
-        assert await caller.each([*wave, *later]) == set(later)
+        assert await caller.each([*wave, *later], times=3) == set(later)
 
 
 async def test_a_disk_that_has_room_again_is_used_again(small: Path) -> None:
@@ -94,7 +94,7 @@ async def test_a_disk_that_has_room_again_is_used_again(small: Path) -> None:
         await more(caller)
         kept = range(200 + 6 * SLOTS, 200 + 8 * SLOTS)
         caller.forget_host()
-        assert len(await caller.each(kept)) == len(kept)
+        assert len(await caller.each(kept, times=3)) == len(kept)
         assert caller.disk.segments > 1
 
 
