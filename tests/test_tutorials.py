@@ -184,7 +184,7 @@ def test_every_block_runs_and_shows_what_the_page_says(page: Path, tmp_path: Pat
                     stdout=subprocess.PIPE,
                     stderr=subprocess.STDOUT,
                     text=True,
-                    timeout=PATIENCE,
+                    timeout=4 * PATIENCE,
                 )
                 shown = done.stdout
                 assert done.returncode == 0, f"{where}:\n{shown}"
