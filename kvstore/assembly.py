@@ -28,8 +28,8 @@ from kvstore.plugins import (
     build_filters,
     build_policy,
     create_tier,
+    find_tier,
     open_tier,
-    tail_bytes_of,
 )
 from kvstore.policies.shares import Places, Shares, tag_of
 from kvstore.policies.table import COMPILED
@@ -49,11 +49,11 @@ if TYPE_CHECKING:
     from kvstore.observe.tracing import SpanWriter
 
 __all__ = [
+    "NAMES_ADDED",
     "Assembly",
     "assemble",
     "build",
     "key_ring",
-    "names_added",
     "namespace_of",
     "open_tiers",
     "rows_for",
@@ -65,6 +65,9 @@ logger = logging.getLogger("kvstore")
 NOT_COMPILED = (
     "installed without a C compiler: steps over large tiers have pauses, and fast disks are slower"
 )
+
+NAMES_ADDED = {"chunk_bytes", "slot_bytes", "encryption"}
+"""What `namespace_of` adds to an identity, besides codecs."""
 
 TAIL_SHARE = 16
 """Chunks of at least this many times the bytes of a tail have one: at most 6 % of host memory."""
@@ -109,8 +112,8 @@ def rows_for(config: Config, chunk_bytes: int) -> RegionShape:
         ConfigError: if not even one row fits.
     """
     row_bytes = round_to_page(chunk_bytes)
-    kinds = [tier.type for tier in config.tiers if isinstance(tier, TierConfig)]
-    tail_bytes = round_to_page(max(map(tail_bytes_of, kinds), default=0))
+    kinds = [find_tier(tier.type) for tier in config.tiers if isinstance(tier, TierConfig)]
+    tail_bytes = round_to_page(max((kind.tail_bytes for kind in kinds), default=0))
     if chunk_bytes % PAGE or tail_bytes * TAIL_SHARE > chunk_bytes:
         # Chunks are small, or end before their row does.
         tail_bytes = 0
@@ -222,11 +225,6 @@ def spans_of(
     return SpanWriter(tier_names([view.stats() for view in views]), chunk_bytes)
 
 
-def names_added(*, encrypted: bool) -> set[str]:
-    """Return what `namespace_of` adds to an identity, besides codecs."""
-    return {"chunk_bytes", "slot_bytes", *(("encryption",) if encrypted else ())}
-
-
 def namespace_of(
     config: Config, chunk_bytes: int, slot_bytes: int, label: str, identity: Mapping[str, Any]
 ) -> Namespace:
@@ -235,8 +233,9 @@ def namespace_of(
     Raises:
         ConfigError: if chunks cannot be encoded as `config` demands, or if `identity` has a name
             that is added here.
+        PathUnusableError: if `config` names it as no folder may be called.
     """
-    if taken := names_added(encrypted=config.encryption_keys is not None) & identity.keys():
+    if taken := NAMES_ADDED & identity.keys():
         raise ConfigError(
             f"identity has {min(taken)!r}, which kvstore adds itself: call it otherwise"
         )
@@ -249,9 +248,11 @@ def namespace_of(
     whole |= {name: codec.identity(chunk_bytes) for name, codec in codecs.items()}
     if config.encryption_keys is not None:
         whole["encryption"] = CIPHER
-    if config.namespace is not None:
-        return Namespace(config.namespace, whole)
-    return Namespace.of(label, whole)
+    if config.namespace is None:
+        return Namespace.of(label, whole)
+    namespace = Namespace(config.namespace, whole)
+    namespace.check_name()
+    return namespace
 
 
 def key_ring(config: Config) -> KeyRing | None:

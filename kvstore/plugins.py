@@ -13,7 +13,7 @@ import inspect
 import logging
 import re
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeVar
@@ -25,15 +25,11 @@ from kvstore.policies import (
     EvictionPolicy,
     create_filter,
     create_policy,
-    filter_names,
-    has_filter,
-    has_policy,
-    policy_names,
 )
 from kvstore.policies.admission import TenantFilters
 from kvstore.policies.guard import guarded_filter, guarded_policy
 from kvstore.policies.parameters import parameters_of, shown
-from kvstore.policies.registry import Registry
+from kvstore.policies.registry import FILTERS, POLICIES, Registry
 from kvstore.policies.shares import Shares
 from kvstore.policies.tenants import Tenants
 from kvstore.sizes import parse_size
@@ -51,10 +47,9 @@ __all__ = [
     "check_policy",
     "check_tier",
     "create_tier",
-    "is_store",
+    "find_tier",
     "open_tier",
     "register_tier",
-    "tail_bytes_of",
     "tier_names",
 ]
 
@@ -79,27 +74,17 @@ class Choice:
     parameters: tuple[tuple[str, Any], ...] = ()
 
     @classmethod
-    def of(
-        cls,
-        value: object,
-        kind: str,
-        is_known: Callable[[str], bool],
-        names: Callable[[], Sequence[str]],
-    ) -> Choice:
+    def of(cls, value: object, registry: Registry[Any]) -> Choice:
         """Build a choice from a configuration value: a name, or a table of `name` and parameters.
 
-        Args:
-            is_known: whether a name exists.
-            names: lists all names, which takes longer.
-
         Raises:
-            ValueError: if it is neither; the message lists the `names`.
+            ValueError: if it is neither; the message lists all names of the registry.
         """
         if isinstance(value, Choice):
             return value
 
         def wrong(what: str) -> ValueError:
-            return ValueError(f"{what}; known are: {', '.join(names())}")
+            return ValueError(f"{what}; known are: {', '.join(registry.names())}")
 
         if isinstance(value, str):
             name, parameters = value, {}
@@ -109,9 +94,9 @@ class Choice:
             if not isinstance(name, str):
                 raise wrong("the table needs a name")
         else:
-            raise wrong(f"must be a {kind}'s name, or a table of name and parameters")
-        if not is_known(name):
-            raise wrong(f"unknown {kind}")
+            raise wrong(f"must be a {registry.kind}'s name, or a table of name and parameters")
+        if not registry.has(name):
+            raise wrong(f"unknown {registry.kind}")
         return cls(name, tuple((key, _size(key, value)) for key, value in parameters.items()))
 
     @classmethod
@@ -219,7 +204,7 @@ def check_policy(value: object) -> Choice:
     Raises:
         ValueError: if there is no such policy, or it does not take those parameters.
     """
-    choice = Choice.of(value, "policy", has_policy, policy_names)
+    choice = Choice.of(value, POLICIES)
     create_policy(choice.name, TRIAL_CAPACITY, **dict(choice.parameters))
     return choice
 
@@ -232,7 +217,7 @@ def check_filters(value: object) -> tuple[Choice, ...]:
     """
     several = isinstance(value, Sequence) and not isinstance(value, (str, bytes))
     values = list(value) if several else [value]  # type: ignore[call-overload]
-    choices = tuple(Choice.of(each, "filter", has_filter, filter_names) for each in values)
+    choices = tuple(Choice.of(each, FILTERS) for each in values)
     for each in choices:
         create_filter(each.name, TRIAL_CAPACITY, 2**20, **dict(each.parameters))
     return choices
@@ -246,7 +231,7 @@ def _size(parameter: str, value: Any) -> Any:
 def _literal(text: str) -> Any:
     try:
         return ast.literal_eval({"true": "True", "false": "False"}.get(text, text))
-    except (ValueError, SyntaxError, RecursionError, MemoryError):
+    except (ValueError, TypeError, SyntaxError, RecursionError, MemoryError):
         return text
 
 
@@ -285,22 +270,8 @@ def check_tier(name: object, parameters: Mapping[str, Any]) -> str:
     return name
 
 
-def is_store(name: str) -> bool:
-    """Return `Tier.is_store` of this kind.
-
-    Raises:
-        ValueError: if there is no such kind.
-    """
-    return name != "disk" and _kinds.find(name).is_store
-
-
-def tail_bytes_of(name: str) -> int:
-    """Return `Tier.tail_bytes` of this kind.
-
-    Raises:
-        ValueError: if there is no such kind.
-    """
-    return 0 if name == "disk" else _kinds.find(name).tail_bytes
+find_tier = _kinds.find
+"""Returns the class of a kind of tier other than disk; a ValueError if there is none."""
 
 
 def _sizes_parsed(name: str, parameters: Mapping[str, Any]) -> dict[str, Any]:

@@ -287,8 +287,9 @@ class Partitions(Protocol):
         """Return the number of the key's partition."""
         ...
 
-    def kept(self, counts: Mapping[int, int], capacity: int) -> list[int]:
-        """Return how many chunks each partition keeps of those that it has; `capacity` in all."""
+    def kept(self, counts: Mapping[int, int], capacity: int, room: int | None = None) -> list[int]:
+        """Return how many chunks each partition keeps of those that it has, by its share of
+        `capacity`; `room` in all, or by default `capacity`."""
         ...
 
 

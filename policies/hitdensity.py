@@ -162,7 +162,7 @@ class HitDensity(EvictionPolicy):
         if place >= 0:
             self._ghost_hash[place] = 0
             seen = self._ghost_seen[place]
-            self._note_reuse(seen, now)
+            self._reused[self._cell_of(seen)] += 1
             kind = _USED_AGAIN[seen & _CLASS]
         elif self._removed:
             # What brings it back is no use of it.
@@ -194,7 +194,7 @@ class HitDensity(EvictionPolicy):
         slot = self._slots[key]
         now = self._now = self._now + 1
         seen = self._seen[slot]
-        self._note_reuse(seen, now)
+        self._reused[self._cell_of(seen)] += 1
         kind = _USED_AGAIN[seen & _CLASS]
         self._seen[slot] = now << _SHIFT | kind
         self._cool.pop(slot, None)
@@ -373,7 +373,7 @@ class HitDensity(EvictionPolicy):
         self._free.append(slot)
         seen = self._seen[slot]
         if not self._ghost_room:
-            self._lost_sight(seen)
+            self._ended[self._cell_of(seen)] += 1
             return
         place = self._ghost_next
         hashes, ghosts = self._ghost_hash, self._ghosts
@@ -384,19 +384,16 @@ class HitDensity(EvictionPolicy):
         else:
             if ghosts.get(hashes[place]) == place:
                 del ghosts[hashes[place]]
-                self._lost_sight(self._ghost_seen[place])
+                self._ended[self._cell_of(self._ghost_seen[place])] += 1
             hashes[place] = hashed
             self._ghost_seen[place] = seen
         self._ghost_next = (place + 1) % self._ghost_room
         ghosts[hashed] = place
 
-    def _note_reuse(self, seen: int, now: int) -> None:
-        age = now - (seen >> _SHIFT)
-        self._reused[(seen & _CLASS) * self._bins + bisect_right(self._edges, age)] += 1
-
-    def _lost_sight(self, seen: int) -> None:
+    def _cell_of(self, seen: int) -> int:
+        """The cell of a key in this state, at its age of now."""
         age = self._now - (seen >> _SHIFT)
-        self._ended[(seen & _CLASS) * self._bins + bisect_right(self._edges, age)] += 1
+        return (seen & _CLASS) * self._bins + bisect_right(self._edges, age)
 
     # -- chains ----------------------------------------------------------------------
 
@@ -472,8 +469,7 @@ class HitDensity(EvictionPolicy):
             return
         seen = self._seen
         mine = seen[slot]
-        age = self._now - (mine >> _SHIFT)
-        cell = (mine & _CLASS) * self._bins + bisect_right(self._edges, age)
+        cell = self._cell_of(mine)
         queue = self._ends[cell]
         older = bool(queue) and mine < seen[next(iter(queue))]
         self._stand(slot, cell)
@@ -533,8 +529,6 @@ class HitDensity(EvictionPolicy):
 
     def _sampled(self) -> Iterator[tuple[int, float]]:
         """Cells of residents and ghosts drawn at random, each with how many it stands for."""
-        now, densities = self._now, self._densities
-        edges, bins = densities.edges, densities.bins
         for seen, there, total in (
             (self._seen, self._keys, len(self._slots)),
             (self._ghost_seen, self._ghost_hash, len(self._ghosts)),
@@ -543,9 +537,7 @@ class HitDensity(EvictionPolicy):
             drawn = [int(self._rng.random() * size) for _ in range(_SAMPLES)] if total else ()
             drawn = [place for place in drawn if there[place]]
             for place in drawn:
-                age = now - (seen[place] >> _SHIFT)
-                cell = (seen[place] & _CLASS) * bins + bisect_right(edges, age)
-                yield cell, total / len(drawn)
+                yield self._cell_of(seen[place]), total / len(drawn)
 
     # -- the rest --------------------------------------------------------------------
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterable, Sequence
 
-from kvstore.policies.base import EvictionPolicy, Protected
-from kvstore.policies.queues import come_first, sift
+from kvstore.policies.base import HELD, LATER, EvictionPolicy, Protected
+from kvstore.policies.queues import come_first
 from kvstore.policies.table import OrderedTable
 
 __all__ = ["LRU"]
@@ -48,7 +48,21 @@ class LRU(EvictionPolicy):
         keys = self._keys
         if count > len(keys):
             return None
-        victims, in_use, held = sift(keys, count, protected)
+        victims: list[bytes] = []
+        in_use: list[bytes] = []
+        held: list[bytes] = []
+        for key in keys:
+            if len(victims) == count:
+                break
+            answer = protected(key)
+            if not answer:
+                victims.append(key)
+            elif answer == HELD:
+                held.append(key)
+            elif answer == LATER:
+                break
+            else:
+                in_use.append(key)
         for key in in_use:
             keys.move_to_end(key)
         for key in held:

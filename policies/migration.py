@@ -221,6 +221,9 @@ class TenantMigration(Tenants):
         for before, after, moving in zip(old.partitions, new.partitions, self._moving, strict=True):
             after.policy, after.used_at = moving, before.used_at
         self.effort = old.effort + new.effort
+        # What is on its way to the tier is in neither.
+        for each in (self, new):
+            each.take_peak(old)
 
     @property
     def left(self) -> int:

@@ -11,39 +11,13 @@ from typing import TypeVar
 from kvstore.policies.base import HELD, LATER, Protected
 from kvstore.policies.table import OrderedTable
 
-__all__ = ["BURST", "Later", "come_first", "let_go", "put_back", "sift", "take"]
+__all__ = ["BURST", "Later", "come_first", "let_go", "put_back", "take"]
 
 _V = TypeVar("_V")
 
 BURST = 8
 """Most keys in use that are passed in one queue before another queue is tried: keeps an
 eviction O(1) amortised if a whole queue is in use."""
-
-
-def sift(
-    coldest_first: Iterable[bytes], count: int, protected: Protected
-) -> tuple[list[bytes], list[bytes], list[bytes]]:
-    """Ask about keys until `count` may be evicted, none is left, or the answer is `LATER`.
-
-    Returns:
-        The keys that may be evicted, those in use, and those that are `HELD`.
-    """
-    victims: list[bytes] = []
-    in_use: list[bytes] = []
-    held: list[bytes] = []
-    for key in coldest_first:
-        if len(victims) == count:
-            break
-        answer = protected(key)
-        if not answer:
-            victims.append(key)
-        elif answer == HELD:
-            held.append(key)
-        elif answer == LATER:
-            break
-        else:
-            in_use.append(key)
-    return victims, in_use, held
 
 
 class Later(Exception):  # noqa: N818
@@ -55,7 +29,6 @@ def take(
     protected: Protected,
     in_use: list[tuple[bytes, _V]],
     held: OrderedTable[bytes, _V],
-    most: int = BURST,
 ) -> tuple[bytes, _V] | None:
     """Take the coldest key that may be evicted from a queue.
 
@@ -64,11 +37,12 @@ def take(
     `HELD` go to `held`, where they stay until they are released.
 
     Returns:
-        None if the queue is empty or `most` protected keys were passed.
+        None if the queue is empty or `BURST` protected keys were passed.
 
     Raises:
         Later: if the answer is `LATER`; the key is then put back.
     """
+    left = BURST
     while queue:
         entry = queue.popitem(last=False)
         answer = protected(entry[0])
@@ -81,8 +55,8 @@ def take(
             put_back(queue, [entry])
             raise Later
         in_use.append(entry)
-        most -= 1
-        if not most:
+        left -= 1
+        if not left:
             break
     return None
 

@@ -27,14 +27,14 @@ from kvstore.policies.s3fifo import S3FIFO
 from kvstore.policies.sieve import SIEVE
 
 __all__ = [
+    "FILTERS",
+    "POLICIES",
     "Registry",
     "create_filter",
     "create_policy",
     "filter_names",
     "find_filter",
     "find_policy",
-    "has_filter",
-    "has_policy",
     "policy_names",
     "register_filter",
     "register_policy",
@@ -147,14 +147,13 @@ class Registry(Generic[_T]):
             raise ValueError(f"{self.kind} {name!r}: its constructor raised {error!r}") from error
 
 
-_policies: Registry[EvictionPolicy] = Registry("policy", EvictionPolicy, "kvstore.policies")  # type: ignore[type-abstract]
-_filters: Registry[AdmissionFilter] = Registry("filter", AdmissionFilter, "kvstore.filters")  # type: ignore[type-abstract]
-_registry = _policies.classes
+POLICIES: Registry[EvictionPolicy] = Registry("policy", EvictionPolicy, "kvstore.policies")  # type: ignore[type-abstract]
+FILTERS: Registry[AdmissionFilter] = Registry("filter", AdmissionFilter, "kvstore.filters")  # type: ignore[type-abstract]
 
-register_policy: Callable[[_P], _P] = _policies.register
-register_filter: Callable[[_F], _F] = _filters.register
-policy_names, has_policy, find_policy = _policies.names, _policies.has, _policies.find
-filter_names, has_filter, find_filter = _filters.names, _filters.has, _filters.find
+register_policy: Callable[[_P], _P] = POLICIES.register
+register_filter: Callable[[_F], _F] = FILTERS.register
+policy_names, find_policy = POLICIES.names, POLICIES.find
+filter_names, find_filter = FILTERS.names, FILTERS.find
 
 
 def create_policy(name: str, capacity: int, **parameters: Any) -> EvictionPolicy:
@@ -164,7 +163,7 @@ def create_policy(name: str, capacity: int, **parameters: Any) -> EvictionPolicy
         ValueError: as `find_policy`; for a parameter that the policy does not
             take, of another type or out of range, naming what is allowed.
     """
-    return _policies.built(name, (capacity,), parameters)
+    return POLICIES.built(name, (capacity,), parameters)
 
 
 def create_filter(name: str, capacity: int, chunk_bytes: int, **parameters: Any) -> AdmissionFilter:
@@ -174,7 +173,7 @@ def create_filter(name: str, capacity: int, chunk_bytes: int, **parameters: Any)
         ValueError: as `find_filter`; for a parameter that the filter does not
             take, of another type or out of range, naming what is allowed.
     """
-    return _filters.built(name, (capacity, chunk_bytes), parameters)
+    return FILTERS.built(name, (capacity, chunk_bytes), parameters)
 
 
 for _policy in (LRU, FIFO, ARC, SIEVE, S3FIFO, HitDensity):

@@ -83,7 +83,12 @@ class Shares:
     @property
     def guaranteed(self) -> float:
         """The part of the capacity that is guaranteed to all of them together."""
-        return sum(share.guaranteed for share in (*self.named.values(), self.others))
+        return math.fsum(share.guaranteed for share in (*self.named.values(), self.others))
+
+
+def part_of(share: float, total: int) -> int:
+    """Return how many whole chunks of `total` a share is: 29 of 100 for 0.29."""
+    return int(share * total + 1e-6)
 
 
 class Places:
@@ -133,24 +138,28 @@ class Places:
         part = max(share.guaranteed, share.weight / self._weights)
         return max(1, round(part * capacity / parts))
 
-    def kept(self, counts: Mapping[int, int], capacity: int) -> list[int]:
-        """Return how many chunks each partition keeps of those that it has; `capacity` in all.
+    def kept(self, counts: Mapping[int, int], capacity: int, room: int | None = None) -> list[int]:
+        """Return how many chunks each partition keeps of those that it has; `room` in all.
 
         At least what is guaranteed to it and at most its maximum, if it has so many; the rest is
         shared by weight, and what one does not want is the others' (max-min fairness).
 
         Args:
             counts: for each partition how many it has.
+            capacity: what shares are parts of.
+            room: at least what is guaranteed; by default the capacity.
         """
         sizes = [counts.get(place, 0) for place in range(len(self.shares))]
-        wanted = self.within([int(share.maximal * capacity) for share, _ in self.shares], sizes)
-        kept = self.within([int(share.guaranteed * capacity) for share, _ in self.shares], wanted)
+        wanted = self.within([part_of(share.maximal, capacity) for share, _ in self.shares], sizes)
+        kept = self.within(
+            [part_of(share.guaranteed, capacity) for share, _ in self.shares], wanted
+        )
         weights = self.weights(sizes)
         # Who wants least for its weight comes first, and leaves the rest to the others.
         order = sorted(range(len(kept)), key=lambda n: (wanted[n] - kept[n]) / weights[n])
         theirs = [weights[place] for place in reversed(order)]
         rest = list(accumulate(theirs))[::-1]
-        left = capacity - sum(kept)
+        left = (capacity if room is None else room) - sum(kept)
         for place, weight in zip(order, rest, strict=True):
             more = min(wanted[place] - kept[place], int(left * weights[place] / weight))
             kept[place] += more

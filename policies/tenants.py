@@ -29,7 +29,7 @@ from heapq import merge
 from itertools import groupby
 
 from kvstore.policies.base import EvictionPolicy, Protected, UntilLater
-from kvstore.policies.shares import OTHERS, TAG_BYTES, Places, Shares, level
+from kvstore.policies.shares import OTHERS, TAG_BYTES, Places, Shares, level, part_of
 
 __all__ = ["Tenants"]
 
@@ -123,7 +123,7 @@ class Tenants(EvictionPolicy):
     @cached_property
     def _maximal(self) -> list[int]:
         """Chunks of each share at most; asked for in every step."""
-        return [max(1, int(share.maximal * self.capacity)) for share, _ in self.places.shares]
+        return [max(1, part_of(share.maximal, self.capacity)) for share, _ in self.places.shares]
 
     def _limited(self, sizes: Sequence[int]) -> list[int]:
         """Return how many of its chunks each partition may have."""
@@ -152,7 +152,7 @@ class Tenants(EvictionPolicy):
         """Return how many of `total` chunks are guaranteed to each share."""
         if self._kept_of[0] != total:
             shares = self.places.shares
-            self._kept_of = total, [int(share.guaranteed * total) for share, _ in shares]
+            self._kept_of = total, [part_of(share.guaranteed, total) for share, _ in shares]
         return self._kept_of[1]
 
     @property
@@ -287,6 +287,11 @@ class Tenants(EvictionPolicy):
             self._peak, self._peak_until = size, now + PEAK_SECONDS
         self._peak = max(self._peak, size)
         return min(self.capacity, max(self._peak, self._peak_before))
+
+    def take_peak(self, other: Tenants) -> None:
+        """Have the guarantees of a policy in whose place this one comes."""
+        self._peak, self._peak_before = other._peak, other._peak_before
+        self._peak_until = other._peak_until
 
     def _take_for(
         self,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import tomllib
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -160,6 +161,19 @@ def test_a_policy_may_have_parameters() -> None:
     narrow = config(eviction_policy={"name": "s3-fifo", "small": 0.2}).eviction_policy
     assert narrow == Choice("s3-fifo", (("small", 0.2),))
     assert str(narrow) == "s3-fifo(small=0.2)"
+
+
+def test_a_choice_of_what_cannot_be_a_value_is_a_text() -> None:
+    assert Choice.parse("lru(a={[]:1})") == Choice("lru", (("a", "{[]:1}"),))
+
+
+@pytest.mark.parametrize("parts", [(0.1, 0.2, 0.3, 0.3), (0.2, 0.2, 0.2, 0.3), (0.01, 0.33, 0.56)])
+def test_nine_tenths_may_be_guaranteed_however_they_are_divided(parts: Sequence[float]) -> None:
+    tenants = config(
+        tenants={f"t{n}": {"guaranteed": part} for n, part in enumerate(parts)}
+    ).tenants
+    assert tenants is not None
+    assert tenants.guaranteed == pytest.approx(0.9)
 
 
 def test_filters_may_be_one_or_several() -> None:

@@ -354,6 +354,10 @@ class _Reader(ABC):
 
 
 class _File(_Reader):
+    def __init__(self, source: str) -> None:
+        # As other paths of a configuration; a process may change its folder later.
+        super().__init__(os.path.abspath(os.path.expanduser(source)))
+
     def version(self) -> object:
         try:
             found = os.stat(self.source)

@@ -37,13 +37,21 @@ _libc = ctypes.CDLL(None, use_errno=True)
 _libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
 
 
-def new_memfd(name: str, size: int) -> int:
+def new_memfd(name: str, size: int, flags: int = 0) -> int:
     """Create a memfd of `size` bytes, whose pages are allocated when they are touched.
 
     Raises:
         OSError: if it cannot be created.
     """
-    return _memfd(name, size, 0)
+    fd = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING | flags)
+    try:
+        os.ftruncate(fd, size)
+        # Mapping it once reserves its huge pages, and fails if it cannot be mapped.
+        mmap.mmap(fd, size).close()
+    except OSError:
+        os.close(fd)
+        raise
+    return fd
 
 
 def new_huge_memfd(name: str, size: int) -> int | None:
@@ -54,20 +62,8 @@ def new_huge_memfd(name: str, size: int) -> int | None:
     """
     if _free_huge_bytes() >= size:
         with contextlib.suppress(OSError):
-            return _memfd(name, size, _MFD_HUGETLB)
+            return new_memfd(name, size, _MFD_HUGETLB)
     return None
-
-
-def _memfd(name: str, size: int, flags: int) -> int:
-    fd = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING | flags)
-    try:
-        os.ftruncate(fd, size)
-        # Mapping it once reserves its huge pages, and fails if it cannot be mapped.
-        mmap.mmap(fd, size).close()
-    except OSError:
-        os.close(fd)
-        raise
-    return fd
 
 
 def populate(memory: mmap.mmap, *, shared: bool, share: float = 0.0) -> None:

@@ -17,7 +17,7 @@ from urllib.parse import unquote, urlsplit
 
 import attrs
 
-from kvstore.assembly import key_ring, names_added, namespace_of, rows_for, spans_of
+from kvstore.assembly import NAMES_ADDED, key_ring, namespace_of, rows_for, spans_of
 from kvstore.concurrency import open_at_once
 from kvstore.config import Config, DiskConfig, TierConfig
 from kvstore.config.describe import Key, json_schema, keys_of, reference, sample, shown_value
@@ -257,8 +257,7 @@ def _check_recording(config: Config) -> None:
 
 
 def _check_identity(config: Config) -> None:
-    encrypted = config.encryption_keys is not None
-    if taken := names_added(encrypted=encrypted) & (config.identity or {}).keys():
+    if taken := NAMES_ADDED & (config.identity or {}).keys():
         raise ConfigError(f"{min(taken)} is a name that kvstore adds itself: call it otherwise")
 
 

@@ -378,18 +378,23 @@ class Store:
         anew meanwhile may be the old or the new one.
 
         Returns:
-            How many leading buffers were filled. The others are as they were. None, 0, if there
-            was a `reset` meanwhile: some may hold what was stored before it.
+            How many leading buffers were filled. The others are as they were, but for one piece
+            where `timeout` seconds went by. None, 0, if there was a `reset` meanwhile: some may
+            hold what was stored before it.
 
         Raises:
             KVStoreError: as `resolve`, and for a buffer of another size or one that cannot be
                 written to; then none was changed.
-            TimeoutError: if `timeout` seconds went by first. A copy under way is waited for: no
-                buffer is written to afterwards. Some may have been filled.
+            TimeoutError: if `timeout` seconds went by before a buffer counted as filled. A copy
+                under way is waited for: no buffer is written to afterwards.
         """
-        return await within(
-            check_timeout(timeout), "get_into", self._get_into(keys, buffers, request)
-        )
+        limit, era, copied = check_timeout(timeout), self._core.era, list[int]()
+        try:
+            await within(limit, "get_into", self._get_into(keys, buffers, request, copied))
+        except TimeoutError:
+            if not copied:
+                raise
+        return sum(copied) if self._core.era == era else 0
 
     def windows(self, keys: Sequence[bytes], size: int, request: str | None = None) -> Windows:
         """Lease a prefix larger than host memory, at most `size` chunks at a time.
@@ -730,17 +735,22 @@ class Store:
         return Chunks(keys, [self._region.row(row) for row in rows], self.chunk_bytes, sources)
 
     async def _get_into(
-        self, keys: Sequence[bytes], buffers: Iterable[object], request: str | None
-    ) -> int:
+        self,
+        keys: Sequence[bytes],
+        buffers: Iterable[object],
+        request: str | None,
+        copied: list[int],
+    ) -> None:
+        """Copy chunks into buffers; `copied` gets how many each piece has."""
         self._driver.check()
         keys, request = check_keys(keys), check_request(request)
         targets = targets_of(buffers, len(keys), self.chunk_bytes)
-        era, filled = self._core.era, 0
+        era = self._core.era
         piece = max(1, self._core.reach(keys) // 2)
         if len(keys) <= piece:
             async with self.get(keys, request) as chunks:
                 await self._copy_out(chunks, targets)
-                filled = len(chunks)
+                copied.append(len(chunks))
         else:
             if request is not None:
                 self._prompts.release(request)
@@ -756,16 +766,15 @@ class Store:
                         async for chunks in windows:
                             if self._core.era != era:
                                 break
-                            await self._copy_out(chunks, targets[filled:])
-                            filled += len(chunks)
+                            await self._copy_out(chunks, targets[sum(copied) :])
+                            copied.append(len(chunks))
             except BaseException:
                 self._prompts.give_up(prompt)
                 raise
             else:
-                self._prompts.had(prompt, filled)
+                self._prompts.had(prompt, sum(copied))
             finally:
                 self._prompts.returned(prompt)
-        return filled if self._core.era == era else 0
 
     async def _copy_out(self, chunks: Chunks, targets: Sequence[npt.NDArray[np.uint8]]) -> None:
         views = chunks[:]

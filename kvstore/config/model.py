@@ -23,7 +23,7 @@ from attrs.converters import optional
 
 from kvstore.config import values as check
 from kvstore.errors import NOT_PARSED, ConfigError
-from kvstore.plugins import Choice, check_tier, is_store, tier_names
+from kvstore.plugins import Choice, check_tier, find_tier, tier_names
 from kvstore.policies.parameters import shown
 from kvstore.policies.shares import Shares
 from kvstore.types import Flow
@@ -174,7 +174,7 @@ class TierConfig:
     @property
     def is_store(self) -> bool:
         """Whether the tier is a store that other hosts may use, too."""
-        return is_store(self.type)
+        return find_tier(self.type).is_store
 
 
 def _tiers(

@@ -260,7 +260,7 @@ def tenants(value: Shares | Mapping[str, Mapping[str, float]]) -> Shares:
         raise ValueError(f"{OTHERS}: all that have no share of their own are called so; use *")
     others = shares.pop("*", Share())
     made = Shares(shares, others)
-    if made.guaranteed > MOST_GUARANTEED:
+    if made.guaranteed > MOST_GUARANTEED + 1e-9:
         text = f"{made.guaranteed:g} is guaranteed in all: must be at most {MOST_GUARANTEED}"
         raise ValueError(text)
     return made

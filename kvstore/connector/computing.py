@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 from kvstore.core.request import MOST_REQUESTS
 from kvstore.types import group_of
@@ -27,7 +27,7 @@ MOST_STEPS = 16
 """Most steps under way at once; a server with more does not report its steps."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Step:
     """A step of the server that the workers have not reported.
 
@@ -155,8 +155,7 @@ class Computing:
         most = [max(groups.values(), default=0) for groups in self._offered.values()]
         self._offered.clear()
         if self._steps:
-            last, chunks = self._steps[-1], sum(each for each in most if each >= LEAST_CHUNKS)
-            self._steps[-1] = replace(last, chunks=last.chunks + chunks)
+            self._steps[-1].chunks += sum(each for each in most if each >= LEAST_CHUNKS)
 
     def step_ended(self, now: float, computes: bool | None = None) -> None:
         """Note that a step is handed to the workers, and whether it computes tokens of prompts."""

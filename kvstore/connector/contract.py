@@ -409,7 +409,7 @@ class ListManager(OffloadingManager):
         self.inner.complete_store(self._names(keys), success)
 
     def on_schedule_end(self, context: object = None, *, computes: bool | None = None) -> None:
-        self.inner.on_schedule_end(context, computes=computes)
+        self.inner.on_schedule_end(computes=computes)
 
     def has_pending_work(self) -> bool:
         return self.inner.has_pending_work()

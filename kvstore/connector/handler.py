@@ -25,14 +25,6 @@ TransferSpec = tuple[LoadStoreSpec, LoadStoreSpec]
 """Source and target."""
 
 
-def _nothing() -> None:
-    """Do nothing."""
-
-
-def _yes() -> bool:
-    return True
-
-
 def _refuse(job_id: int, source: LoadStoreSpec, target: LoadStoreSpec) -> bool:
     """Log that the handler does not take a transfer; return False."""
     logger.error(
@@ -73,7 +65,9 @@ class OffloadingHandler(ABC):
     """
 
     def __init__(
-        self, release: Callable[[], None] = _nothing, joined: Callable[[], bool] = _yes
+        self,
+        release: Callable[[], None] = lambda: None,
+        joined: Callable[[], bool] = lambda: True,
     ) -> None:
         self._release = release
         self._joined = joined
@@ -116,8 +110,8 @@ class HostHandler(OffloadingHandler):
     def __init__(
         self,
         copies: HostCopies,
-        release: Callable[[], None] = _nothing,
-        joined: Callable[[], bool] = _yes,
+        release: Callable[[], None] = lambda: None,
+        joined: Callable[[], bool] = lambda: True,
     ) -> None:
         super().__init__(release, joined)
         self._copies: HostCopies | None = copies
@@ -168,8 +162,8 @@ class CudaHandler(OffloadingHandler):
         copies: CudaCopies,
         *,
         store: bool,
-        release: Callable[[], None] = _nothing,
-        joined: Callable[[], bool] = _yes,
+        release: Callable[[], None] = lambda: None,
+        joined: Callable[[], bool] = lambda: True,
     ) -> None:
         """
         Args:

@@ -19,14 +19,12 @@ from kvstore.connector.contract import (
     OffloadingEvent,
     OffloadingManager,
     PrepareStoreOutput,
-    ReqContext,
     RequestContext,
     asking,
     by_lists,
 )
-from kvstore.connector.mediums import HostLoadStoreSpec, LoadStoreSpec
+from kvstore.connector.mediums import HostLoadStoreSpec
 from kvstore.connector.queued import GroupSizes, QueuedKeys, tokens_that_fit, usable_keys
-from kvstore.connector.single_tier import PolicyManager
 from kvstore.core import CoreStats
 from kvstore.core.transfers import Transfer
 from kvstore.engine.scheduler_steps import Stepper, in_turns
@@ -35,16 +33,7 @@ from kvstore.errors import KVStoreError
 from kvstore.tiers.pinned import PinnedRegion
 from kvstore.types import about
 
-__all__ = [
-    "KVStoreManager",
-    "LoadStoreSpec",
-    "OffloadingEvent",
-    "OffloadingManager",
-    "PolicyManager",
-    "PrepareStoreOutput",
-    "ReqContext",
-    "RequestContext",
-]
+__all__ = ["KVStoreManager"]
 
 logger = logging.getLogger("kvstore")
 

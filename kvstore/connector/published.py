@@ -13,7 +13,7 @@ import functools
 import importlib
 from collections import Counter, deque
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 import numpy as np
@@ -151,6 +151,14 @@ def _short(keys: Any) -> Any:
     return short_name(keys) if isinstance(keys, bytes) else [short_name(key) for key in keys]
 
 
+def _shortened(method: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(method)
+    def call(self: Any, keys: Any, *args: Any, **more: Any) -> Any:
+        return method(self, _short(keys), *args, **more)
+
+    return call
+
+
 @_by_hashes
 class KVStoreManager(ours.KVStoreManager):
     """`kvstore.connector.manager.KVStoreManager`, for hashes of any length.
@@ -158,14 +166,13 @@ class KVStoreManager(ours.KVStoreManager):
     A hash that is too long for a key is replaced by its SHA-256, also in events.
     """
 
-    def lookup(self, keys: Any, req_context: Any = None) -> Any:
-        return super().lookup(_short(keys), *(() if req_context is None else (req_context,)))
-
-    def lookup_prefix(self, keys: Iterable[bytes], req_context: Any) -> int | None:
-        return super().lookup_prefix(_short(keys), req_context)
-
-    def is_coming(self, key: bytes) -> bool:
-        return super().is_coming(_short(key))
+    lookup = _shortened(ours.KVStoreManager.lookup)
+    lookup_prefix = _shortened(ours.KVStoreManager.lookup_prefix)
+    is_coming = _shortened(ours.KVStoreManager.is_coming)
+    touch = _shortened(ours.KVStoreManager.touch)
+    prepare_load = _shortened(ours.KVStoreManager.prepare_load)
+    complete_load = _shortened(ours.KVStoreManager.complete_load)
+    complete_store = _shortened(ours.KVStoreManager.complete_store)
 
     def most_tokens(self, groups: GroupSizes, keys: Sequence[bytes] = ()) -> int:
         return super().most_tokens(groups, _short(keys))
@@ -173,15 +180,6 @@ class KVStoreManager(ours.KVStoreManager):
     def on_request_queued(self, req_context: Any, groups: Sequence[QueuedKeys]) -> None:
         groups = [replace(group, keys=_short(group.keys)) for group in groups]
         super().on_request_queued(req_context, groups)
-
-    def touch(self, keys: Iterable[bytes], req_context: Any = None) -> None:
-        super().touch(_short(keys), req_context)
-
-    def prepare_load(self, keys: Iterable[bytes], req_context: Any = None) -> HostLoadStoreSpec:
-        return super().prepare_load(_short(keys), req_context)
-
-    def complete_load(self, keys: Iterable[bytes], req_context: Any = None) -> None:
-        super().complete_load(_short(keys), req_context)
 
     def prepare_store(
         self, keys: Iterable[bytes], req_context: Any = None
@@ -191,11 +189,6 @@ class KVStoreManager(ours.KVStoreManager):
         if out is not None:
             out.keys_to_store = [names[key] for key in out.keys_to_store]
         return out
-
-    def complete_store(
-        self, keys: Iterable[bytes], req_context: Any = None, success: bool = True
-    ) -> None:
-        super().complete_store(_short(keys), req_context, success)
 
 
 # -- specs ----------------------------------------------------------------------------------
@@ -245,7 +238,11 @@ class OffloadingSpecFactory:
                 f"spec_name = {name!r}: must be one of {', '.join(sorted(cls._registry))}, or a "
                 "class in the module that spec_module_path names"
             )
-        spec = getattr(importlib.import_module(module), class_name)(config, kv_cache_config)
+        try:
+            made = getattr(importlib.import_module(module), class_name)
+        except (ImportError, AttributeError) as error:
+            raise ConfigError(f"spec_name = {name!r}: {error}") from error
+        spec = made(config, kv_cache_config)
         assert isinstance(spec, OffloadingSpec)
         return spec
 
@@ -394,19 +391,6 @@ def _by_request(jobs: Mapping[int, TransferJob]) -> dict[str, TransferSpec]:
 # -- the worker's half ----------------------------------------------------------------------
 
 
-@dataclass
-class _Request:
-    """A worker's state of a request.
-
-    Attributes:
-        stores: its stores under way.
-        finished: whether the scheduler has reported it as finished.
-    """
-
-    stores: set[int] = field(default_factory=set)
-    finished: bool = False
-
-
 class OffloadingConnectorWorker:
     """`ConnectorWorker` that reports requests instead of transfers.
 
@@ -418,10 +402,11 @@ class OffloadingConnectorWorker:
         self._worker = ConnectorWorker(spec)
         self._made = 0
         self._names: dict[int, str] = {}
-        """Job -> its request's name."""
-        self._loads: set[int] = set()
-        self._requests: dict[str, _Request] = {}
-        """Requests that have stored something."""
+        """Job under way -> its request's name."""
+        self._stores: dict[str, set[int]] = {}
+        """Request that has stored something -> its stores under way."""
+        self._finished: set[str] = set()
+        """Those of them that the scheduler has reported as finished."""
 
     def register_kv_caches(
         self,
@@ -439,24 +424,20 @@ class OffloadingConnectorWorker:
         """
         if isinstance(flush, OffloadingConnectorMetadata):
             flush = flush.reqs_to_flush or ()
-        under_way = {number for number in self._loads if self._names[number] in flush}
-        for req_id in flush:
-            if (request := self._requests.get(req_id)) is not None:
-                under_way |= request.stores
+        under_way = {number for number, req_id in self._names.items() if req_id in flush}
         if under_way:
             self._worker.wait(under_way)
 
     def start_kv_transfers(self, metadata: OffloadingConnectorMetadata) -> None:
         """Begin the loads of this step and the stores of the last."""
         loads = self._jobs(metadata.reqs_to_load)
-        self._loads.update(loads)
         self._worker.start_transfers(ConnectorMetadata(load_jobs=loads))
 
     def prepare_store_kv(self, metadata: OffloadingConnectorMetadata) -> None:
         """Take the stores of this step; they begin with the next."""
         stores = self._jobs(metadata.reqs_to_store)
         for number, job in stores.items():
-            self._requests.setdefault(job.req_id, _Request()).stores.add(number)
+            self._stores.setdefault(job.req_id, set()).add(number)
         self._worker.start_transfers(ConnectorMetadata(store_jobs=stores))
 
     def get_finished(self, finished_req_ids: Collection[str]) -> tuple[set[str], set[str]]:
@@ -472,17 +453,16 @@ class OffloadingConnectorWorker:
         received: set[str] = set()
         for number in output.completed_jobs:
             req_id = self._names.pop(number)
-            if number in self._loads:
-                self._loads.remove(number)
-                received.add(req_id)
+            stores = self._stores.get(req_id, set())
+            if number in stores:
+                stores.remove(number)
             else:
-                self._requests[req_id].stores.remove(number)
-        for req_id in finished_req_ids:
-            if req_id in self._requests:
-                self._requests[req_id].finished = True
-        sent = {name for name, one in self._requests.items() if one.finished and not one.stores}
+                received.add(req_id)
+        self._finished |= self._stores.keys() & set(finished_req_ids)
+        sent = {req_id for req_id in self._finished if not self._stores[req_id]}
+        self._finished -= sent
         for req_id in sent:
-            del self._requests[req_id]
+            del self._stores[req_id]
         return sent, received
 
     def shutdown(self) -> None:

@@ -161,7 +161,7 @@ class FilterReusedOffloadingManager(OffloadingManager):
         self.backing.on_request_finished(req_context)
 
     def on_schedule_end(self, context: object = None, *, computes: bool | None = None) -> None:
-        self.backing.on_schedule_end(context, computes=computes)
+        self.backing.on_schedule_end(computes=computes)
 
     def on_step_reported(self) -> None:
         self.backing.on_step_reported()

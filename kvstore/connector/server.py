@@ -47,7 +47,7 @@ class RequestLike(Protocol):
     Optional attributes: ``kv_transfer_params`` (a mapping or None) may have ``do_remote_decode``
     and hints, ``kv_hints`` hints: see `kvstore.core.hints`. If ``skip_reading_prefix_cache`` is
     true, nothing is loaded. ``trace_headers`` name the parent span: see
-    `kvstore.connector.manager.ReqContext`.
+    `kvstore.connector.contract.ReqContext`.
     """
 
     @property

@@ -156,7 +156,8 @@ class Commands:
             _check_fields(command, given)
             action: Action = ACTIONS[command](given)
             if dry:
-                return self._dry(command, {"keys": len(keys), "places": await self._places(keys)})
+                found = await places(self._acting, keys)
+                return self._dry(command, {"keys": len(keys), "places": found})
             return await self._begin(command, action, keys)
         if command == "reset":
             _check_fields(command, given)
@@ -205,9 +206,6 @@ class Commands:
         if self._act is None:
             raise KVStoreError("the store is being opened: ask again")
         return await self._act(call)
-
-    async def _places(self, keys: Sequence[bytes]) -> dict[str, int]:
-        return await places(self._acting, keys)
 
     @staticmethod
     def _dry(command: str, told: dict[str, Any]) -> dict[str, Any]:

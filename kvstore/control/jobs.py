@@ -70,7 +70,7 @@ class Action(ABC):
     uncleared: Sequence[str] = ()
 
     @abstractmethod
-    def begin(self, core: Core, keys: list[bytes], now: float) -> None:
+    def begin(self, keys: list[bytes], core: Core, now: float) -> None:
         """Begin with the next batch."""
 
     def ended(self, core: Core) -> bool:
@@ -97,7 +97,7 @@ class Prefetch(Action):
         self._waiting: list[bytes] = []
         self._fetching: list[bytes] = []
 
-    def begin(self, core: Core, keys: list[bytes], now: float) -> None:
+    def begin(self, keys: list[bytes], core: Core, now: float) -> None:
         where = {key: core.places(key) for key in keys}
         here = [key for key, places in where.items() if IN_HOST in places]
         # These stay, if they were to leave.
@@ -141,7 +141,7 @@ class Retain(Action):
         self._seconds = float(body["seconds"])
         self._host = bool(body.get("host", True))
 
-    def begin(self, core: Core, keys: list[bytes], now: float) -> None:
+    def begin(self, keys: list[bytes], core: Core, now: float) -> None:
         pinned = core.pin(keys, now + self._seconds, host=self._host)
         self.failures += len(keys) - pinned
         self.affected += pinned
@@ -153,7 +153,7 @@ class Release(Action):
     def __init__(self, body: Mapping[str, Any]) -> None:
         self._cold = bool(body.get("cold", True))
 
-    def begin(self, core: Core, keys: list[bytes], now: float) -> None:
+    def begin(self, keys: list[bytes], core: Core, now: float) -> None:
         self.affected += core.unpin(keys, cold=self._cold)
 
 
@@ -165,7 +165,7 @@ class Demote(Action):
     def __init__(self, body: Mapping[str, Any]) -> None:
         self._leaving: list[bytes] = []
 
-    def begin(self, core: Core, keys: list[bytes], now: float) -> None:
+    def begin(self, keys: list[bytes], core: Core, now: float) -> None:
         self._leaving = [key for key in keys if IN_HOST in core.places(key)]
         core.demote(self._leaving, now)
 
@@ -192,7 +192,7 @@ class Remove(Action):
         self._removal: Any = None
         self._era = 0
 
-    def begin(self, core: Core, keys: list[bytes], now: float) -> None:
+    def begin(self, keys: list[bytes], core: Core, now: float) -> None:
         self._removal, self._era = core.remove(keys), core.era
         self.affected += self._removal.found
 
@@ -228,7 +228,7 @@ class Reset(Action):
     def __init__(self, reset: Callable[[], None]) -> None:
         self._reset = reset
 
-    def begin(self, core: Core, keys: list[bytes], now: float) -> None:
+    def begin(self, keys: list[bytes], core: Core, now: float) -> None:
         self._reset()
 
     def ended(self, core: Core) -> bool:
@@ -242,7 +242,7 @@ class Changing(Action):
     def __init__(self, change: Callable[[Core], None]) -> None:
         self._change = change
 
-    def begin(self, core: Core, keys: list[bytes], now: float) -> None:
+    def begin(self, keys: list[bytes], core: Core, now: float) -> None:
         self._change(core)
 
     def ended(self, core: Core) -> bool:
@@ -265,7 +265,7 @@ class Reencrypt(Action):
     def __init__(self, segments: Mapping[int, Sequence[int]]) -> None:
         self._segments = segments
 
-    def begin(self, core: Core, keys: list[bytes], now: float) -> None:
+    def begin(self, keys: list[bytes], core: Core, now: float) -> None:
         for tier, its in self._segments.items():
             core.rewrite(tier, its)
 
@@ -349,7 +349,7 @@ class Job:
         size = action.batch
         for at in range(0, max(1, len(keys)), size):
             some = list(keys[at : at + size])
-            await act(partial(_begin, action, some))
+            await act(partial(action.begin, some))
             while True:
                 ended, self._left = await act(lambda core, now: (action.ended(core), core.changing))
                 self.affected = action.affected
@@ -375,10 +375,6 @@ async def places(act: Act, keys: Sequence[bytes]) -> dict[str, int]:
         for there in found:
             counted.update(there or (NOWHERE,))
     return dict(counted)
-
-
-def _begin(action: Action, keys: list[bytes], core: Core, now: float) -> None:
-    action.begin(core, keys, now)
 
 
 def _places(keys: Sequence[bytes], core: Core, now: float) -> list[list[str]]:

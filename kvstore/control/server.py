@@ -30,6 +30,7 @@ from aiohttp import web
 
 from kvstore.concurrency import given_up_in_children, open_at_once
 from kvstore.control.commands import FORMAT, Commands
+from kvstore.control.jobs import Job
 from kvstore.errors import NOT_PARSED, ConfigError, KVStoreError
 from kvstore.types import about
 
@@ -225,9 +226,7 @@ class ControlServer:
         return web.json_response(told, status=200 if told.get("dry_run") else 202)
 
     async def _job(self, request: web.Request) -> web.StreamResponse:
-        job = self._commands.job(_number_of(request))
-        if job is None:
-            raise web.HTTPNotFound(reason="no such job, or it ended long ago")
+        job = self._job_of(request)
         wait = min(MOST_WAIT, _seconds_of(request))
         if wait > 0:
             with contextlib.suppress(TimeoutError):
@@ -235,11 +234,16 @@ class ControlServer:
         return web.json_response({"version": FORMAT, **job.told()})
 
     async def _cancel(self, request: web.Request) -> web.StreamResponse:
-        job = self._commands.job(_number_of(request))
-        if job is None:
-            raise web.HTTPNotFound(reason="no such job, or it ended long ago")
+        job = self._job_of(request)
         job.cancel()
         return web.json_response({"version": FORMAT, **job.told()})
+
+    def _job_of(self, request: web.Request) -> Job:
+        number = request.match_info["number"]
+        known = number.isdecimal() and len(number) < 20
+        if not known or (job := self._commands.job(int(number))) is None:
+            raise web.HTTPNotFound(reason="no such job, or it ended long ago")
+        return job
 
     # -- the socket ------------------------------------------------------------------------
 
@@ -384,11 +388,6 @@ async def _body_of(request: web.Request) -> dict[str, Any]:
     if not isinstance(body, dict):
         raise ConfigError("the body must be a JSON object")
     return body
-
-
-def _number_of(request: web.Request) -> int:
-    number = request.match_info["number"]
-    return int(number) if number.isdecimal() and len(number) < 20 else -1
 
 
 def _seconds_of(request: web.Request) -> float:

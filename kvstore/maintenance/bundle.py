@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from kvstore.api.sync import SyncStore, open_sync
-from kvstore.assembly import names_added
+from kvstore.assembly import NAMES_ADDED
 from kvstore.concurrency import open_at_once
 from kvstore.config import Config, DiskConfig
 from kvstore.errors import MALFORMED, ForeignFileError, KVStoreError, PathUnusableError
@@ -703,11 +703,10 @@ def _config(
                 f"{path}: some of the chunks that are there would be removed for a capacity of "
                 f"{capacity_bytes} bytes: give at least {needed}, or none"
             )
-    added = names_added(encrypted=keys is not None)
     return Config(
         cpu_bytes_to_use=max(HOST_BYTES, 2 * slot_bytes),
         chunk_bytes=bundle.chunk_bytes,
-        identity={key: value for key, value in bundle.identity.items() if key not in added},
+        identity={key: value for key, value in bundle.identity.items() if key not in NAMES_ADDED},
         namespace=bundle.namespace,
         tiers=[
             DiskConfig(path, capacity_bytes, segment_bytes=segment_bytes, strict_modes=strict_modes)

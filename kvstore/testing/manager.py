@@ -1,4 +1,4 @@
-"""The contract of `kvstore.connector.manager.OffloadingManager` as a test suite.
+"""The contract of `kvstore.connector.contract.OffloadingManager` as a test suite.
 
 A manager's own tests inherit it and define how a manager is built:
 

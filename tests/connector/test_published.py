@@ -333,3 +333,9 @@ def test_nothing_is_stored_of_who_has_finished(
     server.step()
     server.step()
     assert not manager.blocks
+
+
+@pytest.mark.parametrize("module", ["tests.connector.published_server", "no.such.module"])
+def test_a_spec_that_is_not_there_is_refused_by_name(module: str) -> None:
+    with pytest.raises(ConfigError, match="spec_name = 'Nobody'"):
+        Server(spec_name="Nobody", spec_module_path=module)

@@ -7,7 +7,12 @@ from collections.abc import Collection, Iterable
 import pytest
 
 from kvstore.connector.backend import PinnedBackend
-from kvstore.connector.contract import OffloadingManager, PrepareStoreOutput, ReqContext
+from kvstore.connector.contract import (
+    ListManager,
+    OffloadingManager,
+    PrepareStoreOutput,
+    ReqContext,
+)
 from kvstore.connector.mediums import HostLoadStoreSpec, LoadStoreSpec
 from kvstore.connector.reuse import FilterReusedOffloadingManager
 from kvstore.connector.single_tier import PolicyManager
@@ -43,6 +48,9 @@ class Lists(OffloadingManager):
 
     def complete_store(self, keys: Collection[bytes], success: bool = True) -> None:  # type: ignore[override]
         self.calls.append(("complete_store", keys, success))
+
+    def on_schedule_end(self, *, computes: bool | None = None) -> None:  # type: ignore[override]
+        self.calls.append(("on_schedule_end", computes))
 
     def reset(self) -> None:
         self.calls.append(("reset",))
@@ -210,3 +218,9 @@ def test_a_failed_store_stays_failed_whichever_form_the_backing_manager_takes() 
     manager.complete_store([A], None, False)
     manager.complete_store([A], who, False)
     assert told == [(None, False), (None, False), (who, False)]
+
+
+def test_the_end_of_a_step_is_told_as_the_contract_says() -> None:
+    inner = Lists()
+    FilterReusedOffloadingManager(ListManager(inner)).on_schedule_end(computes=True)
+    assert inner.calls == [("on_schedule_end", True)]

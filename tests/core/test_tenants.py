@@ -271,6 +271,26 @@ def test_shares_hold_while_a_policy_is_replaced() -> None:
     assert stored > 64
 
 
+def test_what_is_on_its_way_counts_for_guarantees_after_a_policy_was_replaced() -> None:
+    """What a tenant has is a half of the tier, not of what the policies know at that moment."""
+    shares = {"a": Share(guaranteed=0.5), "b": Share(weight=100)}
+    held = keys_of("b", "old", 50) + keys_of("a", "old", 50)
+    rig = Rig(
+        rows=200, on=[held], segment_slots=100, in_flight=200, tier_policy=tenants_of(100, **shares)
+    )
+    rig.put(keys_of("b", "new", 50))
+    rig.step(0.1)
+    while sum(len(move.keys) for move in rig.under_way(Op.CASCADE)) < 50:
+        rig.step(0.1)
+    policy = rig.owned().index.policy
+    assert policy.tenants()["b"] == 0, "its chunks made way for its own"
+    rig.core.set_policy(0, tenants_of(100, **shares))
+    rig.put(keys_of("b", "newer", 40), "another")
+    for _ in range(5):
+        rig.step(0.1)
+    assert rig.owned().index.policy.tenants()["a"] == 50
+
+
 @pytest.mark.parametrize("offered", [4, 5, 8, 9, 17, 40])
 def test_a_store_of_more_than_there_is_room_for_gets_what_fits(offered: int) -> None:
     rig = rig_of(8)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import asyncio
 import json
 import logging
 import re
@@ -42,6 +43,7 @@ from lmcache.v1.platform import consume_fd
 
 from kvstore.config import Config
 from kvstore.errors import KVStoreError
+from kvstore.tiers.disk import DiskTier
 from tests.unpacked import folder_of
 
 SIZE = 64 * 1024
@@ -221,6 +223,26 @@ def test_a_load_fills_what_is_there_and_leaves_the_rest(tmp_path: Path) -> None:
             expected = bytes([there.index(at) + 1]) * SIZE if at in there else before[at]
             assert bytes(each.byte_array) == expected
         one.submit_unlock(keys)
+
+
+def test_a_load_that_takes_too_long_keeps_what_has_come(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    keys = make_object_keys(48)
+    with adapter(tmp_path) as one:
+        assert store(one, keys, objects(48)).is_successful()
+    read = DiskTier.read
+
+    async def slowly(self: DiskTier, *args: Any) -> Any:
+        await asyncio.sleep(0.5)
+        return await read(self, *args)
+
+    monkeypatch.setattr(DiskTier, "read", slowly)
+    with adapter(tmp_path, max_wait_s=2) as one:
+        into = objects(48, fill=100)
+        found = load(one, keys, into)
+        assert 0 < len(found) < 48
+        assert [bytes(into[at].byte_array[:1])[0] for at in found] == found
 
 
 def test_what_differs_in_rank_group_salt_or_model_is_another_object(tmp_path: Path) -> None:

@@ -26,7 +26,7 @@ PAGE = (Path(__file__).resolve().parents[2] / "docs" / "policies.md").read_text(
 
 
 def test_the_policy_of_the_example_works(monkeypatch: pytest.MonkeyPatch) -> None:
-    known = registry_module._policies
+    known = registry_module.POLICIES
     monkeypatch.setattr(known, "classes", dict(known.classes))
     space: dict[str, Any] = {}
     exec(re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)[0], space)

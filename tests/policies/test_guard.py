@@ -103,7 +103,7 @@ class Frail(LRU):
 
 @pytest.fixture(autouse=True)
 def known(monkeypatch: pytest.MonkeyPatch) -> None:
-    for kind in (registry._policies, registry._filters):
+    for kind in (registry.POLICIES, registry.FILTERS):
         monkeypatch.setattr(kind, "classes", dict(kind.classes))
     register_policy(Frail)
     register_filter(FrailFilter)

@@ -15,7 +15,6 @@ from kvstore.policies import (
     filter_names,
     find_filter,
     find_policy,
-    has_policy,
     parameters_of,
     policy_names,
     register_filter,
@@ -32,7 +31,7 @@ Install = Callable[..., None]
 @pytest.fixture(autouse=True)
 def own_registry(monkeypatch: pytest.MonkeyPatch) -> None:
     """What a test registers is forgotten after it."""
-    for registry in (registry_module._policies, registry_module._filters):
+    for registry in (registry_module.POLICIES, registry_module.FILTERS):
         monkeypatch.setattr(registry, "classes", dict(registry.classes))
         monkeypatch.setattr(registry, "_provided", {})
 
@@ -116,7 +115,7 @@ def test_the_files_of_all_packages_are_read_once_for_a_name(
     install("ring_package", RING, "ring = ring_package:Ring")
     ring = find_policy("ring")
     monkeypatch.delattr(registry_module, "entry_points")
-    assert has_policy("ring")
+    assert registry_module.POLICIES.has("ring")
     assert find_policy("ring") is ring
     assert type(create_policy("ring", 1)) is ring
 

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvstore.policies.shares import Places, Share, Shares
+from kvstore.policies.lru import LRU
+from kvstore.policies.shares import Places, Share, Shares, tenant_keys
+from kvstore.policies.tenants import Tenants
 
 SHARES = st.builds(
     Share,
@@ -49,3 +52,21 @@ def test_the_rest_is_shared_by_weight_and_what_one_leaves_is_the_others() -> Non
     much = Places(Shares({"a": Share(weight=1e17)}, Share(), 1))
     assert much.kept({0: 1000, 1: 1000}, 100) == [100, 0]
     assert much.kept({0: 10, 1: 1000}, 100) == [10, 90]
+
+
+def test_what_is_removed_beyond_the_capacity_costs_no_guarantee() -> None:
+    places = Places(Shares({"a": Share(guaranteed=0.5), "b": Share(weight=100)}))
+    assert places.kept({0: 80, 1: 500}, 160, 150)[:2] == [80, 70]
+
+
+@pytest.mark.parametrize("part", [0.29, 0.57, 0.58])
+def test_a_part_of_a_hundred_is_as_many_chunks(part: float) -> None:
+    places = Places(Shares({"a": Share(guaranteed=part)}, Share(), 1))
+    assert places.kept({0: 100, 1: 100}, 100)[0] >= round(100 * part)
+    policy = Tenants(100, LRU, Shares({"a": Share(guaranteed=part), "b": Share(weight=1e6)}))
+    hers = tenant_keys("a", [b"%d" % n for n in range(round(100 * part))])
+    for key in hers + tenant_keys("b", [b"%d" % n for n in range(100 - len(hers))]):
+        policy.insert(key)
+    evicted = policy.evict(5, lambda key: False, tenant_keys("b", [b"x%d" % n for n in range(5)]))
+    assert evicted is not None
+    assert not set(evicted) & set(hers)

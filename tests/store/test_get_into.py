@@ -213,6 +213,31 @@ async def test_chunks_of_before_and_after_a_reset_do_not_make_one_prefix(
         await asyncio.gather(*tasks)
 
 
+async def test_what_was_copied_by_the_end_of_the_time_counts(
+    open_store: Open, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    keys = keys_of("long", 32)
+    async with open_store(rows=8, disk=64) as store:
+        assert await store.put(keys, payloads(keys), durable=True) == 32
+        pieces = 0
+
+        async def then_hang(copy: Callable[[], None], size: int, threads: Executor) -> None:
+            nonlocal pieces
+            pieces += 1
+            if pieces == 3:
+                await asyncio.Event().wait()
+            await run_copy(copy, size, threads)
+
+        monkeypatch.setattr(api, "run_copy", then_hang)
+        targets = TARGETS["bytearrays"](32)
+        count = await store.get_into(keys, targets, timeout=2.0)
+        assert 0 < count < 32
+        assert [bytes(one) for one in targets[:count]] == payloads(keys[:count])
+        pieces = 2
+        with pytest.raises(TimeoutError, match="get_into took longer than 0.2 s"):
+            await store.get_into(keys, targets, timeout=0.2)
+
+
 async def test_what_was_fetched_for_its_request_does_not_stand_in_its_way(
     open_store: Open,
 ) -> None:

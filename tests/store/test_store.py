@@ -558,7 +558,7 @@ async def test_when_a_policy_cannot_be_built_the_disk_is_let_go(
         def __init__(self, capacity: int) -> None:
             raise MemoryError("of another package")
 
-    monkeypatch.setitem(registry._registry, "fragile", Fragile)
+    monkeypatch.setitem(registry.POLICIES.classes, "fragile", Fragile)
     with pytest.raises(MemoryError):
         async with open_store(disk=32, eviction_policy="fragile"):
             pass

@@ -16,7 +16,7 @@ import kvstore
 from kvstore import plugins as tiering
 from kvstore.config import Config
 from kvstore.connector.manager import KVStoreManager
-from kvstore.errors import ConfigError
+from kvstore.errors import ConfigError, KVStoreError
 from kvstore.tiers import PinnedRegion, Tier
 from kvstore.types import TierPlace
 from tests.patience import PATIENCE, until
@@ -286,11 +286,19 @@ def test_what_an_entry_point_offers_must_be_a_tier(
         Config.from_mapping({"cpu_bytes_to_use": 4096, "tiers": [{"type": "shelf"}]})
 
 
-@pytest.mark.parametrize("name", ["chunk_bytes", "slot_bytes"])
+@pytest.mark.parametrize("name", ["chunk_bytes", "slot_bytes", "encryption"])
 async def test_what_kvstore_adds_to_an_identity_may_not_stand_in_it(
     tmp_path: Path, name: str
 ) -> None:
     config = {**small(tmp_path, disk=16), "identity": {"model": "m", name: 1}}
     with pytest.raises(ConfigError, match=f"identity has '{name}', which kvstore adds itself"):
         async with kvstore.open(config):
+            pass
+
+
+@pytest.mark.parametrize("name", ["..", "a//b", ".x", "a b", "\ud800"])
+async def test_a_namespace_is_the_name_of_a_folder_in_any_tier(tmp_path: Path, name: str) -> None:
+    tiers = [{"type": "object", "url": tmp_path.as_uri()}]
+    with pytest.raises(KVStoreError, match="namespace name"):
+        async with kvstore.open({**small(tmp_path), "namespace": name, "tiers": tiers}):
             pass

@@ -283,6 +283,20 @@ def test_a_change_is_noticed_while_keys_are_used(
     until(lambda: ring.newest(KEY).material == NEW)
 
 
+def test_a_path_is_one_wherever_the_process_goes(
+    file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("kvstore.tiers.keys.LOOK_SECONDS", 0.01)
+    write(file, f"'*' = '{OLD.hex()}'")
+    monkeypatch.setenv("HOME", str(file.parent))
+    assert KeyRing(f"~/{file.name}").newest(KEY).material == OLD
+    monkeypatch.chdir(file.parent)
+    ring = KeyRing(file.name)
+    monkeypatch.chdir("/")
+    write(file, f"'*' = ['{NEW.hex()}', '{OLD.hex()}']")
+    until(lambda: ring.newest(KEY).material == NEW)
+
+
 def test_nobody_waits_for_a_source_that_hangs_and_the_log_says_that_it_does(
     service: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -78,12 +78,12 @@ class Ages:
                 rough[its, age // 2] += count
             self._counts = rough
 
-    def excess(self, capacity: int, partitions: Partitions | None) -> Excess:
-        """Return which values are to go so that no more are left than `capacity`."""
+    def excess(self, capacity: int, room: int, partitions: Partitions | None) -> Excess:
+        """Return which values are to go so that `room` are left; shares are of `capacity`."""
         going: Counter[int] = Counter()
         for (partition, _), count in self._counts.items():
             going[partition] += count
-        kept = [capacity] if partitions is None else partitions.kept(going, capacity)
+        kept = [room] if partitions is None else partitions.kept(going, capacity, room)
         going.subtract(dict(enumerate(kept)))
         going = +going
         excess = Excess(self._seconds, dict(going), {}, {})
@@ -270,7 +270,7 @@ class Sweeper:
         return bytes.fromhex(found[1]) if found and len(found[1]) % 2 == 0 else b""
 
     async def _remove_oldest(self, client: ListingClient, ages: Ages, capacity: int) -> None:
-        excess = ages.excess(capacity - capacity // PARTS, self._partitions)
+        excess = ages.excess(capacity, capacity - capacity // PARTS, self._partitions)
         if not excess.going:
             return
         before = self._removed

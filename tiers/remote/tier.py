@@ -220,7 +220,7 @@ class StoreTier(Tier):
         return None, "a store has no segments"
 
     async def clear(self) -> list[int] | None:
-        left = self._epoch
+        left = self._sweeper.epoch
         # Random, so that two processes never choose the same epoch.
         self._begin_epoch(secrets.token_hex(8))
         if left != SHARED_EPOCH:
@@ -426,7 +426,7 @@ class StoreTier(Tier):
         await self._answer(gate, lambda client: client.remove(names))
 
     def _begin_epoch(self, epoch: str) -> None:
-        self._epoch = self._sweeper.epoch = epoch
+        self._sweeper.epoch = epoch
         self._prefix = f"{self._place}/{epoch}/"
         self._seed = seed_of(self._prefix)
         sealer = None if self._keys is None else Sealer(self._keys, self._prefix)

@@ -356,7 +356,7 @@ async def test_what_a_process_that_was_killed_had_for_itself_is_removed_after_a_
     assert await bench.fetch(keys, [0] * 4) == [True] * 4
     await killed.close()
     if kind == "directory":
-        epoch = next(path for path in tmp_path.rglob(killed.tier._epoch))
+        epoch = next(path for path in tmp_path.rglob(killed.tier._sweeper.epoch))
         within = next(path for path in epoch.iterdir())
         half = within / ".half"
         half.write_text("")

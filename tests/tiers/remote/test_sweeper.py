@@ -250,7 +250,7 @@ async def test_a_directory_that_cannot_be_read_does_not_count_as_empty(
     bench = opened()
     await bench.tier.clear()
     await store(bench, keys_of(range(1)))
-    left = bench.tier._epoch
+    left = bench.tier._sweeper.epoch
     real = Mount.enter
 
     def enter(self: Mount, below: str, *, make: bool) -> int:
@@ -512,7 +512,7 @@ def test_of_each_partition_the_oldest_go(
         ages = Ages()
         for partition, since in values:
             ages.add(partition, since)
-        excess = ages.excess(capacity, places)
+        excess = ages.excess(capacity, capacity, places)
         width = excess.seconds
     left: list[tuple[int, int]] = []
     gone: list[tuple[int, int]] = []
