@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from typing import Any
 
-from kvstore.core import AskedTier, Core, CoreStats, HostPool, OwnedTier
+from kvstore.core import AskedTier, Core, CoreStats, HostPool, OwnedTier, StoreGrant
 from kvstore.core.chunk import READY
 from kvstore.core.residency.base import TierView
 from kvstore.core.residency.remote_answers import Answers
@@ -160,11 +160,30 @@ class Rig:
         told = Completion(move.id, ok, made, error, found=found, unread=places, ended=ended)
         self.ended.append(told)
 
+    def finish(self, move: Move, failed: Collection[bytes] = (), **how: Any) -> None:
+        """The engine ends `move` as `end` says, and the core hears of it."""
+        self.end(move, failed, **how)
+        self.step()
+
+    def arrive(self, **how: Any) -> None:
+        """The only promotion under way ends, and the core hears of it."""
+        self.finish(self.promotion, **how)
+
+    def end_all(self) -> None:
+        """The engine ends all that is under way; the core hears of it at the next step."""
+        for move in list(self.moves):
+            self.end(move)
+
+    def run(self, seconds: float, each: float = 0.1) -> None:
+        """Steps of `each` seconds in which the engine ends everything."""
+        for _ in range(round(seconds / each)):
+            self.step(each)
+            self.end_all()
+
     def settle(self, seconds: float = 0.0) -> None:
         """Steps in which the engine ends everything, until nothing moves."""
         for _ in range(1000):
-            for move in list(self.moves):
-                self.end(move)
+            self.end_all()
             took_in = bool(self.ended)
             if not self.step(seconds) and not took_in:
                 return
@@ -197,20 +216,39 @@ class Rig:
             if answer is not None:
                 return answer
             self.step(seconds)
-            for move in list(self.moves):
-                self.end(move)
+            self.end_all()
         raise AssertionError(f"{request} is deferred for ever")
+
+    def begin(self, keys: Sequence[bytes], request: str = "r") -> list[Move]:
+        """Ask for what is not there yet, and end the step; returns the moves handed out."""
+        assert self.ask(keys, request) is None
+        return self.step()
 
     def load(self, keys: Sequence[bytes], request: str = "r") -> list[int]:
         return self.core.prepare_load(keys, request)
 
+    def use(self, keys: Sequence[bytes], request: str = "r") -> None:
+        """A load, from its begin to its end."""
+        self.load(keys, request)
+        self.core.complete_load(keys, request)
+
+    def granted(self, keys: Sequence[bytes], request: str, *, patient: bool = False) -> StoreGrant:
+        """What a store gets, which is not put off."""
+        grant = self.core.prepare_store(keys, request, patient=patient)
+        assert grant is not None
+        return grant
+
     def put(self, keys: Sequence[bytes], request: str = "writer") -> None:
         """Store `keys` in host memory; there must be room for all."""
-        grant = self.core.prepare_store(keys, request)
-        assert grant is not None
+        grant = self.granted(keys, request)
         assert grant.keys == [key for key in dict.fromkeys(keys) if key in grant.keys]
         self.core.complete_store(grant.keys, request)
         assert all(self.in_host(key) for key in keys)
+
+    def store(self, keys: Sequence[bytes], request: str = "writer") -> None:
+        """The same, and all that follows from it ends."""
+        self.put(keys, request)
+        self.settle()
 
     def in_host(self, key: bytes) -> bool:
         chunk = self.core._pool.chunks.get(key)
@@ -219,3 +257,8 @@ class Rig:
     @property
     def stats(self) -> CoreStats:
         return self.core.stats()
+
+
+def host_of(rig: Rig, keys: Sequence[bytes]) -> int:
+    """How many of `keys` are in host memory."""
+    return sum(map(rig.in_host, keys))

@@ -90,18 +90,15 @@ def test_chunks_that_leave_host_memory_and_the_disk_tell_how_long_nobody_used_th
     rig = Rig(rows=2 * EVERY, segment_slots=4 * EVERY)
     old, used = chain("old", EVERY), chain("used", EVERY)
     rig.put(old)
-    rig.put(used)
-    rig.settle()
+    rig.store(used)
     rig.wait(50.0)
     assert rig.ask(used, "again") == EVERY
-    rig.load(used, "again")
-    rig.core.complete_load(used, "again")
+    rig.use(used, "again")
     rig.core.on_request_finished("again")
     rig.step()
     rig.wait(30.0)
     for name in "abcd":
-        rig.put(chain(name, EVERY), name)
-        rig.settle()
+        rig.store(chain(name, EVERY), name)
         rig.step()
     stats = rig.stats
     disk = stats.tiers[0]
@@ -116,12 +113,10 @@ def test_chunks_that_leave_host_memory_and_the_disk_tell_how_long_nobody_used_th
 def test_removed_chunks_and_those_of_before_a_reset_have_no_age() -> None:
     rig = Rig(rows=4 * EVERY, segment_slots=4 * EVERY)
     keys = chain("a", 2 * EVERY)
-    rig.put(keys)
-    rig.settle()
+    rig.store(keys)
     rig.core.remove(keys)
     rig.settle()
-    rig.put(chain("b", 2 * EVERY))
-    rig.settle()
+    rig.store(chain("b", 2 * EVERY))
     rig.core.reset()
     rig.settle()
     assert len(rig.core._pool.ages) == 0

@@ -33,8 +33,7 @@ def test_a_queued_request_finds_its_chunks_when_its_turn_comes() -> None:
     assert queue(rig, "r", A)
     rig.settle()
     assert rig.ask(A, "r") == 4
-    rig.load(A, "r")
-    rig.core.complete_load(A, "r")
+    rig.use(A, "r")
     rig.core.on_request_finished("r")
     assert (rig.stats.fetched_queued, rig.stats.deferrals, rig.stats.busy_rows) == (4, 0, 0)
 
@@ -57,13 +56,11 @@ def test_only_the_leading_keys_that_are_somewhere_are_fetched() -> None:
 
 def test_what_is_in_host_memory_already_is_kept_for_a_queued_request() -> None:
     rig = Rig(rows=8, on=[[]])
-    rig.put(A)
-    rig.settle()
+    rig.store(A)
     queue(rig, "a", A)
     rig.settle()
     for name in "xyz":
-        rig.put(chain(name, 4))
-        rig.settle()
+        rig.store(chain(name, 4))
     assert all(rig.in_host(key) for key in A)
     assert rig.ask(A, "a") == 4
 
@@ -88,8 +85,7 @@ def test_the_last_of_the_queued_requests_give_way_to_one_that_is_asked_for() -> 
     assert rig.stats.timeouts == rig.stats.truncations == 0
     assert all(rig.in_host(key) for key in A)
     # It is served again once there is room.
-    rig.load(long, "l")
-    rig.core.complete_load(long, "l")
+    rig.use(long, "l")
     rig.core.on_request_finished("l")
     rig.step()
     rig.settle()
@@ -114,8 +110,7 @@ def test_a_request_that_asks_amid_its_fetch_waits_for_the_rest_of_it() -> None:
     (move,) = rig.step()
     assert rig.ask(A, "a") is None
     assert rig.step() == [], "what is on its way is not fetched again"
-    rig.end(move)
-    rig.step()
+    rig.finish(move)
     assert rig.ask(A, "a") == 4
 
 
@@ -144,8 +139,7 @@ def test_a_store_is_asked_about_the_keys_of_a_queued_request() -> None:
     (question,) = rig.step()
     assert (question.op, question.keys) == (Op.ASK, A)
     assert rig.step() == []
-    rig.end(question, failed=A[3:])
-    rig.step()
+    rig.finish(question, failed=A[3:])
     (move,) = rig.step()
     assert (move.op, move.keys) == (Op.PROMOTE, A[:3])
 
@@ -180,15 +174,13 @@ def test_a_request_whose_turn_comes_without_a_lookup_keeps_its_chunks_only_for_a
 def test_stores_get_rows_of_queued_requests_where_all_others_are_pinned() -> None:
     rig = Rig(rows=16, on=[[*A, *B]])
     pinned = chain("p", 8)
-    rig.put(pinned)
-    rig.settle()
+    rig.store(pinned)
     rig.core.pin(pinned, rig.now + 1000)
     for name, keys in (("a", A), ("b", B)):
         queue(rig, name, keys)
     rig.settle()
     assert rig.stats.busy_rows == 16
-    grant = rig.core.prepare_store(chain("s", 8), "writer")
-    assert grant is not None
+    grant = rig.granted(chain("s", 8), "writer")
     assert len(grant.keys) == 8
 
 
@@ -219,8 +211,7 @@ def test_a_tier_that_does_not_answer_holds_up_no_other() -> None:
                 rig.end(move)
         rig.step(0.1)
     assert all(rig.in_host(key) for key in B)
-    rig.end(silent)
-    rig.step()
+    rig.finish(silent)
     rig.settle()
     assert rig.ask(A, "a") == 4
 
@@ -237,8 +228,7 @@ def test_room_for_one_that_is_asked_for_is_made_at_once() -> None:
     while rig.ask(long, "l") is None:
         steps += 1
         rig.step(0.01)
-        for move in list(rig.moves):
-            rig.end(move)
+        rig.end_all()
     assert steps <= 6
     assert rig.stats.truncations == 0
 
@@ -250,8 +240,7 @@ def test_stores_are_asked_about_one_queued_request_at_a_time() -> None:
     (question,) = rig.step()
     assert question.keys == A
     assert rig.step() == []
-    rig.end(question, failed=A)
-    rig.step()
+    rig.finish(question, failed=A)
     (question,) = rig.step()
     assert question.keys == B
     assert rig.stats.tiers[0].unawaited == 0
@@ -267,8 +256,7 @@ def test_a_store_is_asked_again_when_its_answer_is_out_of_date() -> None:
     rig.core.on_request_finished("a")
     (question,) = rig.step()
     assert (question.op, question.keys) == (Op.ASK, B)
-    rig.end(question)
-    rig.step()
+    rig.finish(question)
     rig.settle()
     assert rig.ask(B, "b") == 4
 

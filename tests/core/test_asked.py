@@ -64,8 +64,7 @@ def told(rig: Rig, keys: Sequence[bytes], has: Collection[bytes], request: str =
 
 def test_a_key_of_which_nobody_knows_is_asked_about_and_the_lookup_deferred() -> None:
     rig = with_store()
-    assert rig.ask(KEYS) is None
-    rig.step()
+    rig.begin(KEYS)
     assert question(rig) == KEYS, "in the order of the prompt, in one question"
     assert rig.ask(KEYS) is None
 
@@ -83,8 +82,7 @@ def test_a_miss_of_the_store_costs_no_further_question_while_the_answer_counts()
 
 def test_what_the_store_had_is_asked_about_again_when_the_answer_counts_no_more() -> None:
     rig = with_store(lasts=60.0)
-    assert rig.ask(KEYS) is None
-    rig.step()
+    rig.begin(KEYS)
     answer(rig, has=KEYS)
     rig.step()
     assert rig.core.contains_prefix(KEYS) == 6
@@ -98,8 +96,7 @@ def test_what_the_store_has_is_not_forgotten_while_a_request_waits_for_it() -> N
     keys, others = KEYS[:2], chain("b", 2)
     assert told(rig, others, has=others, request="other") == 2
     rig.core.prepare_load(others, "other")
-    assert rig.ask(keys, "first") is None
-    rig.step()
+    rig.begin(keys, "first")
     answer(rig, has=keys)
     rig.core.on_request_finished("first")
     rig.step(59.5)
@@ -115,22 +112,19 @@ def test_what_the_store_has_is_not_forgotten_while_a_request_waits_for_it() -> N
 
 def test_nothing_is_fetched_behind_a_chunk_that_the_store_lacks() -> None:
     rig = with_store()
-    assert rig.ask(KEYS) is None
-    rig.step()
+    rig.begin(KEYS)
     answer(rig, has=[key for key in KEYS if key != KEYS[2]])
     rig.step()
     rig.step()
     assert rig.promotion.keys == KEYS[:2]
-    rig.end(rig.promotion)
-    rig.step()
+    rig.arrive()
     assert rig.ask(KEYS) == 2
     assert rig.under_way(Op.PROMOTE) == []
 
 
 def test_a_store_that_lacks_the_head_costs_no_fetch() -> None:
     rig = with_store()
-    assert rig.ask(KEYS) is None
-    rig.step()
+    rig.begin(KEYS)
     answer(rig, has=KEYS[1:])
     rig.step()
     assert rig.ask(KEYS) == 0
@@ -191,11 +185,9 @@ def test_a_store_is_not_believed_for_ever_to_have_what_a_faster_tier_serves() ->
 def test_two_requests_with_the_same_keys_ask_once() -> None:
     rig = with_store()
     assert rig.ask(KEYS[:4], "one") is None
-    assert rig.ask(KEYS, "two") is None
-    rig.step()
+    rig.begin(KEYS, "two")
     assert [move.keys for move in questions(rig)] == [KEYS[:4], KEYS[4:]]
-    assert rig.ask(KEYS, "three") is None
-    rig.step()
+    rig.begin(KEYS, "three")
     assert len(questions(rig)) == 2
     answer(rig)
     rig.step()
@@ -204,26 +196,22 @@ def test_two_requests_with_the_same_keys_ask_once() -> None:
 
 def test_nobody_asks_about_what_another_tier_has() -> None:
     rig = with_store([KEYS[:3]])
-    assert rig.ask(KEYS) is None
-    rig.step()
+    rig.begin(KEYS)
     assert question(rig) == KEYS[3:]
     assert rig.promotion.keys == KEYS[:3], "which comes meanwhile"
     answer(rig, has=KEYS[3:5])
-    rig.end(rig.promotion)
-    rig.step()
+    rig.arrive()
     rig.step()
     (rest,) = rig.under_way(Op.PROMOTE, 1)
     assert rest.keys == KEYS[3:5]
-    rig.end(rest)
-    rig.step()
+    rig.finish(rest)
     assert rig.ask(KEYS) == 5
 
 
 def test_a_long_prompt_is_asked_about_in_portions() -> None:
     rig = with_store()
     keys = chain("long", MOST_KEYS + 1)
-    assert rig.ask(keys) is None
-    rig.step()
+    rig.begin(keys)
     assert [len(move.keys) for move in questions(rig)] == [MOST_KEYS, 1]
 
 
@@ -247,8 +235,7 @@ def test_what_is_stored_is_copied_to_the_store_once() -> None:
     rig.step()
     (copy,) = rig.under_way(Op.CASCADE)
     assert copy.keys == KEYS[:2]
-    rig.end(copy)
-    rig.step()
+    rig.finish(copy)
     assert rig.core.contains_prefix(KEYS) == 2
     assert rig.core.unsaved == 0
     rig.put(KEYS[:2], "again")
@@ -258,8 +245,7 @@ def test_what_is_stored_is_copied_to_the_store_once() -> None:
 
 def test_what_another_host_has_stored_meanwhile_is_not_copied_again() -> None:
     rig = Rig(rows=8, on=(), store=Answers(1000, 60.0), in_flight=2)
-    assert rig.ask(KEYS, "asks") is None
-    rig.step()
+    rig.begin(KEYS, "asks")
     rig.put(KEYS, "w")
     rig.step()
     (copy,) = rig.under_way(Op.CASCADE)
@@ -277,27 +263,22 @@ def test_what_another_host_has_stored_meanwhile_is_not_copied_again() -> None:
 def test_what_was_said_to_be_absent_is_there_once_it_was_copied() -> None:
     rig = with_store(rows=8)
     assert told(rig, KEYS, has=()) == 0
-    rig.put(KEYS, "r")
-    rig.settle()
+    rig.store(KEYS, "r")
     for other in ("b", "c"):
-        rig.put(chain(other, 8), other)
-        rig.settle()
+        rig.store(chain(other, 8), other)
     assert not rig.in_host(KEYS[0])
-    assert rig.ask(KEYS, "later") is None
-    rig.step()
+    rig.begin(KEYS, "later")
     assert not questions(rig)
     assert rig.promotion.keys == KEYS
 
 
 def test_an_answer_that_comes_when_the_chunk_was_copied_meanwhile_does_not_undo_that() -> None:
     rig = with_store()
-    assert rig.ask(KEYS[:2]) is None
-    rig.step()
+    rig.begin(KEYS[:2])
     rig.put(KEYS[:2], "w")
     rig.step()
     (copy,) = rig.under_way(Op.CASCADE)
-    rig.end(copy)
-    rig.step()
+    rig.finish(copy)
     answer(rig, has=())
     rig.step()
     assert KEYS[0] in rig.core.tiers[0].entries
@@ -335,8 +316,7 @@ def test_what_others_wait_for_does_not_prolong_it() -> None:
 
 def test_a_store_whose_calls_fail_is_left_alone_for_longer_and_longer() -> None:
     rig = with_store()
-    assert rig.ask(KEYS) is None
-    rig.step()
+    rig.begin(KEYS)
     fail(rig)
     rig.step()
     assert rig.ask(KEYS) == 0
@@ -379,8 +359,7 @@ def test_a_store_that_answers_again_is_used_again() -> None:
 def test_a_call_that_was_begun_before_a_store_went_away_does_not_bring_it_back() -> None:
     rig = with_store(rows=16)
     for name in ("a", "b", "c"):
-        assert rig.ask(chain(name, 2), name) is None
-        rig.step()
+        rig.begin(chain(name, 2), name)
     first, second, third = questions(rig)
     for move in (first, second, third):
         rig.moves.remove(move)
@@ -437,8 +416,7 @@ def test_a_reset_while_a_store_is_tried_does_not_end_the_tries() -> None:
     rig.wait(FIRST_PAUSE + 0.4)
     (tried,) = questions(rig)
     rig.core.reset()
-    rig.end(tried, failed=tried.keys, unread=tried.keys)
-    rig.step()
+    rig.finish(tried, failed=tried.keys, unread=tried.keys)
     for _ in range(50):
         rig.step(0.1)
         for move in rig.under_way(Op.CLEAR):
@@ -484,8 +462,7 @@ def test_a_chunk_that_has_left_the_store_is_a_miss_and_not_asked_about_again() -
     answer(rig, has=KEYS)
     rig.step()
     rig.step()
-    rig.end(rig.promotion, failed=KEYS[2:])
-    rig.step()
+    rig.arrive(failed=KEYS[2:])
     assert rig.ask(KEYS) == 2
     rig.core.on_request_finished("r")
     rig.step()
@@ -514,8 +491,7 @@ def test_no_move_is_unknown() -> None:
 
 def test_a_question_of_which_a_part_was_answered_counts_and_the_store_is_left_alone() -> None:
     rig = with_store()
-    assert rig.ask(KEYS) is None
-    rig.step()
+    rig.begin(KEYS)
     (move,) = questions(rig)
     rig.moves.remove(move)
     ok = [key in KEYS[:2] for key in KEYS]

@@ -12,7 +12,7 @@ from tests.core.rig import Rig, chain
 def test_a_chain_goes_to_neighbouring_slots_whatever_order_the_server_reports() -> None:
     rig = Rig(rows=8)
     keys = chain("a", 8)
-    assert rig.core.prepare_store(keys, "w") is not None
+    rig.granted(keys, "w")
     rig.core.complete_store(set(keys), "w")
     (move,) = rig.step()
     assert (move.keys, move.slots) == (keys, list(range(8)))
@@ -51,8 +51,7 @@ def test_a_chunk_that_waits_for_its_copy_leaves_for_a_load() -> None:
     keys = chain("a", 4)
     rig.put(keys)
     rig.step()
-    assert rig.ask(cold) is None
-    rig.step()
+    rig.begin(cold)
     assert sum(len(move.keys) for move in rig.under_way(Op.PROMOTE)) == 3
     assert rig.stats.shed == 3
     rig.settle()
@@ -96,8 +95,7 @@ def test_the_end_of_a_prompt_does_not_displace_its_head_where_a_tier_cannot_grow
 def test_copies_go_on_while_a_tier_is_read_from() -> None:
     cold = chain("cold", 8)
     rig = Rig(rows=16, on=[cold], in_flight=4)
-    assert rig.ask(cold) is None
-    rig.step()
+    rig.begin(cold)
     assert sum(len(move.rows) for move in rig.under_way(Op.PROMOTE)) == 8
     rig.put(chain("a", 8))
     rig.step()
@@ -115,8 +113,7 @@ def test_one_copy_is_no_larger_than_a_batch() -> None:
 def test_a_full_tier_evicts_the_end_of_the_oldest_chain() -> None:
     old = chain("old", 4)
     rig = Rig(rows=8, on=[old[::-1]], segment_slots=4)
-    rig.put(chain("new", 2))
-    rig.settle()
+    rig.store(chain("new", 2))
     assert sorted(rig.core.tiers[0].entries) == sorted([*old[:2], *chain("new", 2)])
     assert rig.stats.tiers[0].evicted == 2
 
@@ -126,8 +123,7 @@ def test_a_block_that_could_not_be_written_fails_alone_and_its_slot_is_set_aside
     keys = chain("a", 4)
     rig.put(keys)
     (move,) = rig.step()
-    rig.end(move, failed={keys[1]})
-    rig.step()
+    rig.finish(move, failed={keys[1]})
     assert set(rig.core.tiers[0].entries) == {keys[0], keys[2], keys[3]}
     assert rig.owned().slots.free == 4
     assert rig.stats.tiers[0].set_aside == 1
@@ -158,8 +154,7 @@ def test_a_chunk_that_fails_alone_pauses_nobody_until_the_next_one_fails_too() -
     for name in "ab":
         rig.put(chain(name, 1))
         (move,) = rig.step()
-        rig.end(move, move.keys)
-        rig.step()
+        rig.finish(move, move.keys)
     assert rig.log == [
         "slots of tier tier0 cannot be written and are set aside: injected",
         "tier tier0 cannot store now: injected",
@@ -170,8 +165,7 @@ def test_a_chunk_that_fails_alone_pauses_nobody_until_the_next_one_fails_too() -
     for name in "def":
         rig.put(chain(name, 1))
         (move,) = rig.step()
-        rig.end(move, move.keys if name == "e" else ())
-        rig.step()
+        rig.finish(move, move.keys if name == "e" else ())
     assert set(rig.core.tiers[0].entries) == {chain("d", 1)[0], chain("f", 1)[0]}
 
 
@@ -217,8 +211,7 @@ def test_a_failed_write_pauses_the_tier_and_lets_waiting_chunks_go() -> None:
     keys = chain("a", 6)
     rig.put(keys)
     (move,) = rig.step()
-    rig.end(move, failed=set(move.keys))
-    rig.step()
+    rig.finish(move, failed=set(move.keys))
     assert rig.core.unsaved == 0
     assert rig.log == ["tier tier0 cannot store now: injected"]
     rig.put(chain("b", 8))
@@ -232,13 +225,11 @@ def test_a_paused_tier_stores_again_after_the_pause() -> None:
     (move,) = rig.step()
     rig.end(move, failed=set(move.keys))
     rig.wait(STORE_PAUSE + 0.2)
-    rig.put(chain("b", 2))
-    rig.settle()
+    rig.store(chain("b", 2))
     assert set(rig.core.tiers[0].entries) == set(chain("b", 2))
     (line,) = rig.log[1:]
     assert line.startswith("tier tier0 stores again; it had failed 2 times")
-    rig.put(chain("c", 2))
-    rig.settle()
+    rig.store(chain("c", 2))
     assert len(rig.log) == 2, "said once"
 
 
@@ -262,23 +253,20 @@ def test_reads_go_on_while_a_tier_cannot_store() -> None:
     rig = Rig(rows=8, on=[cold])
     rig.put(chain("a", 2))
     (move,) = rig.step()
-    rig.end(move, failed=set(move.keys))
-    rig.step()
+    rig.finish(move, failed=set(move.keys))
     assert rig.resolve(cold) == 2
 
 
 def test_a_tier_asks_for_a_segment_before_it_needs_it() -> None:
     rig = Rig(rows=8, segment_slots=8, max_segments=2)
-    rig.put(chain("a", 5))
-    rig.settle()
+    rig.store(chain("a", 5))
     assert rig.owned().slots.segments == 2
     assert rig.owned().slots.free == 11
 
 
 def test_a_tier_with_room_asks_for_no_segment() -> None:
     rig = Rig(rows=8, segment_slots=8, max_segments=2)
-    rig.put(chain("a", 4))
-    rig.settle()
+    rig.store(chain("a", 4))
     assert rig.owned().slots.segments == 1
 
 
@@ -317,13 +305,11 @@ def test_a_tier_that_cannot_grow_goes_on_with_the_segments_it_has() -> None:
 def test_a_tier_that_cannot_grow_is_asked_again_after_a_pause() -> None:
     rig = Rig(rows=8, on=[chain("old", 4)], segment_slots=4, max_segments=2)
     (grow,) = rig.step()
-    rig.end(grow, segments=[])
-    rig.step()
+    rig.finish(grow, segments=[])
     assert rig.wait(RETRY_PAUSE - 0.2) == []
     (again,) = rig.wait(0.4)
     assert again.op is Op.GROW
-    rig.end(again)
-    rig.step()
+    rig.finish(again)
     assert rig.owned().slots.segments == 2
 
 
@@ -345,18 +331,15 @@ def test_a_tier_that_grew_after_all_evicts_no_more_than_it_must() -> None:
     rig.end(grow, segments=[])
     rig.wait(RETRY_PAUSE + 0.5)
     (grow,) = rig.moves
-    rig.end(grow)
-    rig.step()
-    rig.put(chain("new", 8))
-    rig.settle()
+    rig.finish(grow)
+    rig.store(chain("new", 8))
     assert set(rig.core.tiers[0].entries) == {*old, *chain("new", 8)}
 
 
 def test_a_tier_of_one_slot_holds_the_last_chunk_that_was_copied() -> None:
     rig = Rig(rows=4, segment_slots=1)
     keys = chain("a", 3)
-    rig.put(keys)
-    rig.settle()
+    rig.store(keys)
     assert len(rig.core.tiers[0].entries) == 1
     assert rig.core.unsaved == 0
 
@@ -364,6 +347,5 @@ def test_a_tier_of_one_slot_holds_the_last_chunk_that_was_copied() -> None:
 def test_a_slot_that_is_set_aside_is_used_where_there_is_no_other() -> None:
     rig = Rig(rows=8, segment_slots=1)
     assert put_one_by_one(rig, "ab", {0}) == 2
-    rig.put(chain("c", 1))
-    rig.settle()
+    rig.store(chain("c", 1))
     assert set(rig.core.tiers[0].entries) == set(chain("c", 1))

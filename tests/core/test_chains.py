@@ -118,8 +118,7 @@ def test_every_group_has_a_chain_of_its_own() -> None:
 def test_a_slower_tier_hears_of_the_end_once_the_chunks_are_there() -> None:
     below, keys = Listener(64), chain("a", 3)
     rig = Rig(on=((),), tier_policy=below)
-    grant = rig.core.prepare_store(keys, "writer")
-    assert grant is not None
+    rig.granted(keys, "writer")
     rig.core.on_request_finished("writer")
     rig.step()
     rig.core.complete_store(keys, "writer")
@@ -153,8 +152,7 @@ def test_a_load_and_the_store_behind_it_are_used_as_one_prompt() -> None:
     rig.put(keys[3:], "first")
     rig.core.on_request_finished("first")
     assert rig.ask(keys) == 2
-    rig.load(keys[:2])
-    rig.core.complete_load(keys[:2], "r")
+    rig.use(keys[:2])
     rig.step()
     told(rig)
     rig.put(keys[2:], "r")
@@ -226,8 +224,7 @@ def test_lookups_alone_count() -> None:
     for name in ("one", "two"):
         assert rig.ask(keys, name) == 0
         rig.core.on_request_finished(name)
-    grant = rig.core.prepare_store(keys, "two")
-    assert grant is not None
+    grant = rig.granted(keys, "two")
     assert grant.keys == keys
 
 
@@ -248,8 +245,7 @@ def test_what_is_not_admitted_takes_no_row() -> None:
     gate.asked(known)
     rig.put(known)
     rig.step()
-    grant = rig.core.prepare_store(new, "r")
-    assert grant is not None
+    grant = rig.granted(new, "r")
     assert (grant.keys, grant.rows, grant.evicted) == ([], [], [])
     assert grant.declined == new
     assert all(rig.in_host(key) for key in known)
@@ -260,8 +256,7 @@ def test_the_rest_of_a_store_is_taken() -> None:
     gate, keys = Gate(least=2), chain("a", 5)
     rig = gated(gate)
     gate.asked([keys[0], keys[3]])
-    grant = rig.core.prepare_store(keys, "r")
-    assert grant is not None
+    grant = rig.granted(keys, "r")
     assert grant.keys == [keys[0], keys[3]]
     assert len(set(grant.rows)) == 2
     rig.core.complete_store(grant.keys, "r")
@@ -286,8 +281,7 @@ def test_what_was_asked_from_its_end_is_fetched_and_told_from_its_head(one_group
 def test_hits_among_what_was_asked_from_its_end_stay_for_their_step() -> None:
     here, below = chain("a", 3), chain("a", 6)[3:]
     rig = Rig(rows=6, on=[below])
-    rig.put(here)
-    rig.settle()
+    rig.store(here)
     rig.core.on_new_request("r", [*here, *below].index)
     for key in reversed([*here, *below]):
         rig.core.lookup(key, "r")
@@ -317,8 +311,7 @@ def test_groups_are_stored_shed_and_loaded_together_where_positions_are_told() -
     place = {key: number for keys in (full, sliding) for number, key in enumerate(keys)}
     rig = Rig(rows=8)
     rig.core.on_new_request("writer", place.__getitem__)
-    grant = rig.core.prepare_store([*full, *sliding], "writer")
-    assert grant is not None
+    grant = rig.granted([*full, *sliding], "writer")
     assert grant.keys == [*full[:4], *sliding[:4]], "the head of both, as the server names them"
     rig.core.complete_store(grant.keys, "writer")
     row_of = dict(zip(grant.keys, grant.rows, strict=True))
@@ -350,15 +343,13 @@ def test_what_a_store_brings_to_a_tier_is_not_used_there_by_that_store() -> None
     tier_policy = Listener(16)
     rig = Rig(rows=8, tier_policy=tier_policy)
     keys = chain("a", 6)
-    rig.put(keys[:4])
-    rig.settle()
+    rig.store(keys[:4])
     assert [each[0] for each in tier_policy.told if each[0] in ("insert", "touch")] == [
         "insert"
     ] * 4
     tier_policy.told.clear()
     # The head is there already: for it, and for it alone, this is a use.
-    rig.put(keys, "other")
-    rig.settle()
+    rig.store(keys, "other")
     touched = [each[1] for each in tier_policy.told if each[0] == "touch"]
     assert touched == keys[:4][::-1]
     assert tier_policy.told.index(("touch", keys[0])) < tier_policy.told.index(("insert", keys[5]))

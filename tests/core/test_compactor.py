@@ -301,8 +301,7 @@ def test_a_chunk_that_left_and_came_back_during_its_move_stays_where_it_is() -> 
     tier.index.begin_writes([key], [slot])
     tier.index.written([key])
     free = tier.slots.free
-    rig.end(move)
-    rig.step()
+    rig.finish(move)
     assert tier.entries[key] == slot
     assert len(tier.entries) == held
     assert len(set(tier.entries.values())) == held, "no slot has two chunks"

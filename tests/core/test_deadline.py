@@ -88,8 +88,7 @@ def test_a_stalled_tier_is_told_once_and_recovers_with_its_first_answer() -> Non
     rig.wait(5.0)
     assert len(rig.log) == 1
     assert "has not answered" in rig.log[0]
-    rig.end(rig.promotion)
-    rig.step()
+    rig.arrive()
     assert not rig.stats.tiers[0].stalled
     assert rig.log[1:] == ["tier tier0 answers again"]
     assert rig.resolve(prompts["r1"], "r1") == 4
@@ -144,8 +143,7 @@ def test_reads_that_are_queued_behind_others_are_waited_for_while_those_end() ->
         assert rig.ask(keys, request) is None
     for move in rig.step():
         rig.wait(0.9)
-        rig.end(move)
-        rig.step()
+        rig.finish(move)
         assert not rig.stats.tiers[0].stalled
     assert [rig.ask(keys, request) for request, keys in prompts.items()] == [2] * 6
     assert rig.stats.timeouts == 0
@@ -161,8 +159,7 @@ def test_reads_that_overtake_do_not_extend_a_wait() -> None:
     stuck, *others = rig.moves
     for move in others[:3]:
         rig.wait(0.4)
-        rig.end(move)
-        rig.step()
+        rig.finish(move)
     assert rig.ask(prompts["r0"], "r0") == 0, f"{stuck} never came"
     assert rig.ask(prompts["r5"], "r5") is None, "reads before it came"
 
@@ -171,13 +168,11 @@ def test_waiting_for_rows_does_not_count_while_the_queue_moves() -> None:
     prompts, held = many(4, 8)
     rig = Rig(rows=8, on=[held], deadline=1.0)
     for request, keys in prompts.items():
-        assert rig.ask(keys, request) is None
-        rig.step()
+        rig.begin(keys, request)
     for request, keys in prompts.items():
         while (answer := rig.ask(keys, request)) is None:
             rig.wait(0.9)
-            rig.end(rig.promotion)
-            rig.step()
+            rig.arrive()
         assert answer == 8
         rig.core.on_request_finished(request)
         rig.step()
@@ -189,8 +184,7 @@ def test_waiting_for_rows_does_not_count_while_the_queue_moves() -> None:
 def test_a_load_that_ends_is_movement_for_those_in_the_queue() -> None:
     busy, keys = chain("busy", 8), chain("a", 8)
     rig = Rig(rows=8, on=[keys], deadline=1.0)
-    rig.put(busy)
-    rig.settle()
+    rig.store(busy)
     loads = [f"load{index}" for index in range(5)]
     for load in loads:
         rig.load(busy, load)
@@ -206,8 +200,7 @@ def test_a_load_that_ends_is_movement_for_those_in_the_queue() -> None:
 def test_the_end_of_a_load_that_nobody_began_is_no_movement() -> None:
     busy, keys = chain("busy", 8), chain("a", 8)
     rig = Rig(rows=8, on=[keys], deadline=1.0)
-    rig.put(busy)
-    rig.settle()
+    rig.store(busy)
     rig.load(busy, "load")
     assert rig.ask(keys) is None
     for _ in range(3):
@@ -233,8 +226,7 @@ def test_the_longest_wait_ends_in_a_queue_that_moves() -> None:
         waited += 0.5
         if rig.ask(mine) is not None:
             break
-        rig.end(rig.promotion)
-        rig.step()
+        rig.arrive()
         rig.core.on_request_finished(f"o{index}")
         rig.step()
     assert waited == 4.0
@@ -249,8 +241,7 @@ def test_what_has_arrived_by_the_deadline_is_the_answer() -> None:
     rig.end(near)
     rig.wait(1.2)
     assert rig.ask(keys) == 3
-    rig.end(far)
-    rig.step()
+    rig.finish(far)
     assert rig.core._pool.busy == 3, "what came too late is not kept for anybody"
     assert len(rig.load(keys[:3])) == 3
 
@@ -259,12 +250,10 @@ def test_a_caller_that_slept_does_not_take_its_own_sleep_for_a_stalled_tier() ->
     prompts, held = many(1, 4)
     rig = Rig(rows=12, on=[held], deadline=1.0)
     rig.put(chain("w", 2))
-    assert rig.ask(prompts["r0"], "r0") is None
-    rig.step()
+    rig.begin(prompts["r0"], "r0")
     rig.step(60.0)
     assert not rig.stats.tiers[0].stalled
-    for move in list(rig.moves):
-        rig.end(move)
+    rig.end_all()
     rig.step()
     assert rig.log == []
     assert rig.ask(prompts["r0"], "r0") == 4, "and what it waited for is there"
@@ -276,18 +265,15 @@ def test_a_wait_longer_than_the_longest_is_refused_at_once() -> None:
     assert rig.ask(prompts["r0"], "r0") is None
     rig.wait(0.9)
     move = rig.promotion
-    rig.end(move)
-    rig.step()
+    rig.finish(move)
     pace = rig.core.tiers[0].health.pace.per_chunk
     assert 0.08 < pace < 0.1, "ten chunks took 0.9 s"
     rig.core.tiers[0].health.pace.replace(1, 5.0)
-    assert rig.ask(prompts["r1"], "r1") is None
-    rig.step()
+    rig.begin(prompts["r1"], "r1")
     rig.step()
     assert rig.stats.tiers[0].congested
     assert rig.ask(prompts["r2"], "r2") == 0
-    rig.end(rig.promotion)
-    rig.step()
+    rig.arrive()
     assert not rig.stats.tiers[0].congested, "nothing is being read"
 
 
@@ -297,8 +283,7 @@ def test_the_pace_is_that_of_all_chunks_that_came_in_one_step() -> None:
     for request, keys in prompts.items():
         assert rig.ask(keys, request) is None
     rig.wait(0.8)
-    for move in list(rig.moves):
-        rig.end(move)
+    rig.end_all()
     rig.step()
     assert abs(rig.core.tiers[0].health.pace.per_chunk - 0.1) < 0.02
 
@@ -306,8 +291,7 @@ def test_the_pace_is_that_of_all_chunks_that_came_in_one_step() -> None:
 def test_the_pace_is_not_measured_across_a_sleep_of_the_caller() -> None:
     prompts, held = many(2, 2)
     rig = Rig(rows=40, on=[held])
-    assert rig.ask(prompts["r0"], "r0") is None
-    rig.step()
+    rig.begin(prompts["r0"], "r0")
     rig.end(rig.promotion)
     rig.step(300.0)
     assert rig.core.tiers[0].health.pace.per_chunk < 1.0
@@ -319,8 +303,7 @@ def test_the_pace_follows_what_the_tier_does_now() -> None:
     for index, (request, keys) in enumerate(prompts.items()):
         assert rig.ask(keys, request) is None
         rig.wait(0.8 if index < 2 else 0.2)
-        rig.end(rig.promotion)
-        rig.step()
+        rig.arrive()
         rig.wait(2.0, each=0.5)
     assert abs(rig.core.tiers[0].health.pace.per_chunk - 0.1) < 0.02
 
@@ -334,8 +317,7 @@ def test_each_tier_has_its_own_pace() -> None:
     rig.wait(0.1)
     rig.end(fast)
     rig.wait(0.7)
-    rig.end(slow)
-    rig.step()
+    rig.finish(slow)
     paces = [tier.health.pace.per_chunk for tier in rig.core.tiers]
     assert 0.04 < paces[0] < 0.11
     assert 0.35 < paces[1] < 0.46

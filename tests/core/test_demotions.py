@@ -5,19 +5,14 @@ from __future__ import annotations
 import math
 
 from kvstore.types import Op
-from tests.core.rig import Rig, chain
+from tests.core.rig import Rig, chain, host_of
 
 A, B = chain("a", 4), chain("b", 4)
 
 
-def host_of(rig: Rig, keys: list[bytes]) -> int:
-    return sum(map(rig.in_host, keys))
-
-
 def test_what_is_still_being_stored_goes_when_it_is_whole_and_copied() -> None:
     rig = Rig(rows=8)
-    grant = rig.core.prepare_store(A, "w")
-    assert grant is not None
+    rig.granted(A, "w")
     rig.core._demotions.begin(A, rig.now)
     rig.settle()
     assert rig.stats.chunks == 4
@@ -36,8 +31,7 @@ def test_without_a_tier_nothing_leaves() -> None:
 
 def test_a_load_keeps_the_chunk_and_so_does_a_pin() -> None:
     rig = Rig(rows=8)
-    rig.put(A)
-    rig.settle()
+    rig.store(A)
     rig.core._pins.begin(A[:1], math.inf)
     assert rig.ask(A[1:3]) == 2
     assert rig.core._demotions.begin(A, rig.now) == 3
@@ -63,8 +57,7 @@ def test_a_prefetch_keeps_what_has_not_left_yet() -> None:
 
 def test_what_is_loaded_at_that_moment_goes_afterwards() -> None:
     rig = Rig(rows=8)
-    rig.put(A)
-    rig.settle()
+    rig.store(A)
     rig.ask(A)
     rig.load(A)
     rig.core._demotions.begin(A, rig.now)
@@ -78,8 +71,7 @@ def test_what_is_loaded_at_that_moment_goes_afterwards() -> None:
 def test_many_leave_over_some_steps_and_a_reset_forgets_them() -> None:
     keys = chain("long", 1000)
     rig = Rig(rows=1000, segment_slots=2000, in_flight=1000)
-    rig.put(keys)
-    rig.settle()
+    rig.store(keys)
     rig.core._demotions.begin(keys, rig.now)
     rig.step()
     assert 0 < host_of(rig, keys) < 1000
@@ -99,6 +91,5 @@ def test_what_has_come_anew_since_stays() -> None:
     rig.core._demotions.begin(A, rig.now)
     rig.core.remove(A)
     rig.settle()
-    rig.put(A)
-    rig.settle()
+    rig.store(A)
     assert host_of(rig, A) == 4

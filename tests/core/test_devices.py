@@ -46,12 +46,10 @@ def test_devices_are_filled_evenly() -> None:
 def test_every_slot_of_every_device_is_used_before_anything_is_evicted() -> None:
     rig = Rig(rows=64, segment_slots=16, segments=3, stripes=3)
     for n in range(3):
-        rig.put(chain(f"p{n}", 16), f"p{n}")
-        rig.settle()
+        rig.store(chain(f"p{n}", 16), f"p{n}")
     assert len(rig.core.tiers[0].entries) == 48
     assert rig.stats.tiers[0].evicted == 0
-    rig.put(chain("more", 4), "more")
-    rig.settle()
+    rig.store(chain("more", 4), "more")
     assert len(rig.core.tiers[0].entries) == 48
     assert rig.stats.tiers[0].evicted == 4
 
@@ -79,15 +77,13 @@ def test_a_device_that_cannot_store_does_not_keep_the_others_from_it() -> None:
 
 def test_a_full_tier_with_a_device_that_cannot_store_goes_on_with_the_other() -> None:
     rig = Rig(rows=64, segment_slots=16, segments=2, stripes=2)
-    rig.put(chain("a", 32), "a")
-    rig.settle()
+    rig.store(chain("a", 32), "a")
     rig.put(chain("b", 16), "b")
     rig.step()
     fail_on(rig, 0, 2)
     rig.step()
     for n in range(4):
-        rig.put(chain(f"c{n}", 4), f"c{n}")
-        rig.settle()
+        rig.store(chain(f"c{n}", 4), f"c{n}")
         assert all(key in rig.core.tiers[0].entries for key in chain(f"c{n}", 4))
 
 
@@ -117,8 +113,7 @@ def test_when_no_device_can_store_nothing_is_stored_for_a_while() -> None:
 
 def test_after_a_failure_one_chunk_tries_before_the_others_displace_anything() -> None:
     rig = Rig(rows=64, segment_slots=32, segments=1)
-    rig.put(chain("kept", 32), "kept")
-    rig.settle()
+    rig.store(chain("kept", 32), "kept")
     rig.put(chain("a", 16), "a")
     for move in rig.step():
         rig.end(move, move.keys)
@@ -130,8 +125,7 @@ def test_after_a_failure_one_chunk_tries_before_the_others_displace_anything() -
         (move,) = rig.step()
         assert len(move.keys) == 1
         assert rig.step() == [], "a second one was sent before the first had come back"
-        rig.end(move, move.keys)
-        rig.step()
+        rig.finish(move, move.keys)
     # The slot of a copy that failed is free for the next.
     assert rig.stats.tiers[0].evicted == evicted
     rig.wait(STORE_PAUSE + 1, each=1.0)

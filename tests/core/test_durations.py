@@ -52,8 +52,7 @@ def test_a_second_wait_of_a_request_does_not_count_the_first_one_again() -> None
     for keys in (A, [*A, *chain("b", 2)]):
         assert rig.ask(keys) is None
         rig.step(0.25)
-        rig.end(rig.promotion)
-        rig.step()
+        rig.arrive()
         assert rig.ask(keys) == len(keys)
         rig.step(3.0)
     waits = rig.stats.waits
@@ -63,11 +62,9 @@ def test_a_second_wait_of_a_request_does_not_count_the_first_one_again() -> None
 
 def test_the_core_counts_how_long_waits_reads_and_writes_took() -> None:
     rig = Rig(rows=8, on=(A,))
-    assert rig.ask(A) is None
-    rig.step()
+    rig.begin(A)
     rig.wait(0.3)
-    rig.end(rig.promotion)
-    rig.step()
+    rig.arrive()
     stats = rig.stats
     assert (stats.waits.count, stats.tiers[0].reads.count) == (1, 1)
     assert stats.waits.seconds == pytest.approx(0.3)

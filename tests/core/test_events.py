@@ -21,10 +21,8 @@ def test_eviction_and_loss_are_told() -> None:
     rig.resolve(keys[:2])
     rig.core.on_request_finished("r")
     rig.core.take_events()
-    assert rig.ask(keys[2:], "r1") is None
-    rig.step()
-    rig.end(rig.promotion, failed=keys[2:])
-    rig.step()
+    rig.begin(keys[2:], "r1")
+    rig.arrive(failed=keys[2:])
     (event,) = rig.core.take_events()
     assert (event.keys, event.medium, event.removed) == (keys[2:], "disk", True)
     rig.put(chain("b", 3))
@@ -49,8 +47,7 @@ def test_nothing_leaves_that_was_not_told_and_what_has_left_is_not_told_any_more
     rig = Rig(rows=8, on=[keys], segment_slots=len(keys))
     before = [*rig.core.tiers[0].entries]
     known: dict[str, set[bytes]] = {}
-    rig.put(chain("new", 8))
-    rig.settle()
+    rig.store(chain("new", 8))
     displaced = set(before) - {*rig.core.tiers[0].entries}
     assert len(displaced) == 8
     for _ in range(3):
@@ -95,8 +92,7 @@ def test_what_left_and_came_back_before_all_was_told_is_gone_after_a_reset() -> 
 def test_without_a_listener_nothing_is_kept() -> None:
     rig = Rig(rows=2, events=False)
     for wave in range(5):
-        rig.put(chain(f"w{wave}", 2))
-        rig.settle()
+        rig.store(chain(f"w{wave}", 2))
     assert rig.core.take_events() == []
 
 

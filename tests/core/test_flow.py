@@ -69,8 +69,7 @@ def test_a_chunk_on_its_way_out_is_still_a_hit_and_may_stay() -> None:
     assert rig.core.prepare_store(chain("b", 2), "b") is None
     rig.step()
     assert rig.ask(old) == 4
-    rig.load(old)
-    rig.core.complete_load(old, "r")
+    rig.use(old)
     rig.settle()
     assert rig.core._pool.leaving == 0
     assert all(rig.in_host(key) for key in old)
@@ -82,8 +81,7 @@ def test_rows_are_kept_ready_ahead_of_need() -> None:
     rig.settle()
     assert on_disk(rig) == set(old[2:])
     assert all(rig.in_host(key) for key in old)
-    grant = rig.core.prepare_store(young, "b")
-    assert grant is not None
+    grant = rig.granted(young, "b")
     assert grant.keys == young
     assert set(grant.evicted) == set(old[2:])
 
@@ -96,8 +94,7 @@ def test_the_copy_stays_so_that_giving_up_once_more_writes_nothing() -> None:
     for round_ in range(3):
         for keys in (a, b):
             assert rig.resolve(keys, f"{keys[0]!r} {round_}") == 4
-            rig.load(keys, f"{keys[0]!r} {round_}")
-            rig.core.complete_load(keys, f"{keys[0]!r} {round_}")
+            rig.use(keys, f"{keys[0]!r} {round_}")
             rig.core.on_request_finished(f"{keys[0]!r} {round_}")
             rig.settle()
     assert on_disk(rig) == {*a, *b}
@@ -175,8 +172,7 @@ def test_a_tier_that_cannot_store_does_not_hold_up_host_memory() -> None:
     assert rig.core.prepare_store(chain("b", 2), "b") is None
     rig.step()
     (move,) = rig.under_way(Op.CASCADE)
-    rig.end(move, failed=move.keys)
-    rig.step()
+    rig.finish(move, failed=move.keys)
     assert store(rig, chain("c", 4)) == chain("c", 4)
     assert on_disk(rig) == set()
 

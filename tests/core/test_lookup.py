@@ -82,8 +82,7 @@ def test_a_deferred_request_is_told_to_ask_again_whatever_the_key() -> None:
     keys = chain("a", 3)
     rig = Rig(on=[keys])
     rig.put(chain("hot", 1))
-    assert rig.ask(keys) is None
-    rig.step()
+    rig.begin(keys)
     assert rig.core.is_waiting("r")
     assert rig.core.lookup(b"unknown", "r") is None
     assert rig.core.lookup(chain("hot", 1)[0], "r") is None
@@ -105,8 +104,7 @@ def test_a_deferred_request_costs_no_key_however_many_it_asked_for() -> None:
         rig.step()
     CountingDict.reads = 0
     for _ in range(3):
-        assert rig.ask(keys) is None
-        rig.step()
+        rig.begin(keys)
     assert CountingDict.reads <= 3, "one look for each time that it asks"
 
 
@@ -125,8 +123,7 @@ def test_the_first_in_the_queue_costs_no_key_while_there_is_no_row_for_it() -> N
         rig.step()
     CountingDict.reads = 0
     for _ in range(10):
-        assert rig.ask(keys) is None
-        rig.step()
+        rig.begin(keys)
     assert CountingDict.reads <= 100
 
 
@@ -134,8 +131,7 @@ def test_a_deferral_is_counted_once_for_each_wait() -> None:
     keys = chain("a", 2)
     rig = Rig(on=[keys])
     for _ in range(5):
-        assert rig.ask(keys) is None
-        rig.step()
+        rig.begin(keys)
     assert rig.stats.deferrals == 1
     assert rig.stats.waiting == 1
     rig.settle()
@@ -154,8 +150,7 @@ def test_keys_asked_one_by_one_are_fetched_together() -> None:
 def test_a_key_may_be_asked_twice() -> None:
     keys = chain("a", 2)
     rig = Rig(on=[keys])
-    assert rig.ask([keys[0], keys[0], keys[1]]) is None
-    rig.step()
+    rig.begin([keys[0], keys[0], keys[1]])
     assert rig.promotion.keys == keys
     rig.settle()
     assert rig.ask([keys[0], keys[0], keys[1]]) == 3
@@ -168,8 +163,7 @@ def test_a_hit_tells_from_which_medium_it_came_until_it_was_loaded() -> None:
     assert rig.core.load_source(chain("hot", 1)[0]) == "host"
     rig.resolve(keys)
     assert rig.core.load_source(keys[0]) == "disk"
-    rig.load(keys)
-    rig.core.complete_load(keys, "r")
+    rig.use(keys)
     assert rig.core.load_source(keys[0]) == "host"
     assert rig.stats.loaded_from == {"disk": 1}
 

@@ -52,8 +52,7 @@ def test_a_step_takes_in_a_bounded_number_of_completions_and_the_rest_follows() 
     for _ in range(10):
         rig.step()
     assert len(rig.moves) == 10
-    for move in list(rig.moves):
-        rig.end(move)
+    rig.end_all()
     there = 0
     for _ in range(10):
         rig.step()
@@ -71,8 +70,7 @@ def test_nobody_times_out_while_what_has_arrived_is_taken_in() -> None:
     rig = Rig(rows=64, on=[keys], pace=Pace(granted=40, absorbed=1), in_flight=4)
     assert rig.ask(keys) is None
     rig.flush()
-    for move in list(rig.moves):
-        rig.end(move)
+    rig.end_all()
     for _ in range(5):
         # A server so slow that each of its steps lasts longer than the deadline.
         rig.step(1.5)
@@ -117,8 +115,7 @@ def test_nobody_waits_for_what_others_have_done() -> None:
     news = Changes([(key, slot) for slot, key in enumerate(chain("n", 20_000))])
     rig.core._transfers._tiers[0].learn = lambda changes: None  # type: ignore[method-assign]
     rig.core.poll(rig.now, [Completion(NO_MOVE, [], changes=news, tier=0)])
-    for move in list(rig.moves):
-        rig.end(move)
+    rig.end_all()
     rig.step()
     rig.step()
     assert rig.core.behind, "much is still to be taken in"
@@ -154,8 +151,7 @@ def test_who_has_finished_holds_nobody_up_in_the_line() -> None:
     """However many asked before it, the next one has its turn in the next step."""
     many = [f"m{number}" for number in range(6)]
     rig = Rig(rows=64, pace=FEW)
-    rig.put(chain("hot", 8), "w")
-    rig.settle()
+    rig.store(chain("hot", 8), "w")
     rig.ask(chain("hot", 8), "first")
     assert [rig.ask(chain("hot", 2), name) for name in [*many, "last"]] == [None] * 7
     for name in many:
@@ -186,8 +182,7 @@ def test_a_pool_full_of_leases_costs_few_questions_and_refuses_nothing(name: str
     held, more = chain("held", rows - 40), chain("more", 400)
     rig = Rig(rows=rows, on=[more], segment_slots=8192, policy=create_policy(name, rows))
     core = rig.core
-    rig.put(held, "writer")
-    rig.settle()
+    rig.store(held, "writer")
     core.on_request_finished("writer")
     for start in range(0, len(held), 196):
         rig.load(held[start : start + 196], f"r{start}")
@@ -226,12 +221,10 @@ def test_a_pool_full_of_leases_costs_few_questions_and_refuses_nothing(name: str
 
 def test_a_search_for_victims_that_is_broken_off_goes_on_in_the_next_step() -> None:
     rig = Rig(rows=60, on=[chain("disk", 10)], segment_slots=256, pace=Pace(questions=3))
-    rig.put(chain("held", 50))
-    rig.settle()
+    rig.store(chain("held", 50))
     rig.load(chain("held", 50), "holder")
     rig.settle()
-    rig.put(chain("free", 10))
-    rig.settle()
+    rig.store(chain("free", 10))
     assert rig.ask(chain("disk", 10)) is None
     assert not rig.flush(), "so many questions are not asked in one step"
     assert rig.core.behind
@@ -244,12 +237,10 @@ def test_a_store_waits_for_a_search_that_was_broken_off_and_is_not_cut(demotes: 
     rig = Rig(rows=60, pace=Pace(questions=3))
     if demotes:
         rig.core._room.demotes = True
-    rig.put(chain("held", 50))
-    rig.settle()
+    rig.store(chain("held", 50))
     rig.load(chain("held", 50), "holder")
     rig.settle()
-    rig.put(chain("free", 10))
-    rig.settle()
+    rig.store(chain("free", 10))
     new = chain("new", 10)
     offers = 0
     grant = None
@@ -268,8 +259,7 @@ def test_the_more_callers_want_of_a_step_the_less_else_is_done_in_it() -> None:
     granted: list[int] = []
     for lookups in (0, 10, 30, 40):
         rig = Rig(rows=200, on=[there], segment_slots=256, pace=pace)
-        rig.put(here)
-        rig.settle()
+        rig.store(here)
         assert rig.ask(there[:20]) is None
         assert rig.ask(here[:lookups], "other") == lookups
         granted.append(promoted(rig.flush()))
@@ -281,7 +271,7 @@ def test_a_store_counts_in_the_step_that_follows() -> None:
     there = chain("there", 20)
     rig = Rig(rows=200, on=[there], pace=Pace(granted=20, whole=50, own=20))
     rig.step()
-    assert rig.core.prepare_store(chain("new", 8), "writer") is not None
+    rig.granted(chain("new", 8), "writer")
     rig.now += 0.1
     rig.core.poll(rig.now)
     assert rig.ask(there) is None
@@ -310,8 +300,7 @@ def test_a_prefix_that_is_granted_in_parts_does_not_give_up_its_own_end() -> Non
     rig = Rig(rows=16, on=[keys[:6]], pace=FEW)
     # Its end is the coldest of all, and room has to be made for the second part only.
     rig.put(keys[6:])
-    rig.put(chain("later", 8))
-    rig.settle()
+    rig.store(chain("later", 8))
     promoted_before = rig.stats.tiers[0].promoted
     assert rig.resolve(keys) == 10
     assert rig.stats.tiers[0].promoted - promoted_before == 6
@@ -321,8 +310,7 @@ def test_where_a_prefix_cannot_be_whole_its_end_gives_way_to_its_beginning() -> 
     keys, others = chain("a", 10), chain("other", 6)
     rig = Rig(rows=12, on=[keys[:6]], pace=FEW)
     rig.put(keys[6:])
-    rig.put(others)
-    rig.settle()
+    rig.store(others)
     assert rig.ask(others, "other") == 6
     rig.load(others, "other")
     assert rig.resolve(keys) == 6
@@ -333,8 +321,7 @@ def test_the_rest_of_a_prefix_is_not_given_up_for_the_part_that_is_under_way() -
     rig = Rig(rows=16, on=[keys], pace=FEW, max_wait=10.0)
     # Four on their way are more than is worth beginning to wait for.
     rig.core.tiers[0].health.pace.replace(1, 3.0)
-    assert rig.ask(keys) is None
-    rig.step()
+    rig.begin(keys)
     assert rig.core.tiers[0].health.congested
     assert rig.ask(chain("a", 6)[4:], "late") == 0
     rig.step()
@@ -346,8 +333,7 @@ def test_who_waits_for_nothing_is_told_at_once_that_a_tier_has_too_much_to_do() 
     rig = Rig(rows=16, on=[[*first, *second]], pace=FEW, max_wait=10.0)
     rig.core.tiers[0].health.pace.replace(1, 3.0)
     assert rig.ask(first, "a") is None
-    assert rig.ask(second, "b") is None
-    rig.step()
+    rig.begin(second, "b")
     assert rig.core.tiers[0].health.congested
     rig.step()
     assert rig.ask(second, "b") == 0
@@ -361,8 +347,7 @@ def test_a_chunk_on_its_way_through_host_memory_is_nothing_new_for_the_garbage_c
     most = 0
     assert rig.ask(keys) is None
     for _ in range(10):
-        for move in list(rig.moves):
-            rig.end(move)
+        rig.end_all()
         rig.step()
         most = max(most, len(gc.get_objects()) - before)
     assert rig.ask(keys) == len(keys)

@@ -107,8 +107,7 @@ def question(rig: Rig) -> Move:
 
 def test_who_has_little_to_gain_does_not_wait_and_the_store_is_asked_all_the_same() -> None:
     rig = slow_store(has=0, seconds=0.3)
-    assert rig.ask(KEYS, "r") is None
-    rig.step()
+    rig.begin(KEYS, "r")
     assert rig.ask(KEYS, "r") == 0
     assert question(rig).keys == KEYS
     assert rig.core.stats().tiers[1].unawaited == 1
@@ -122,8 +121,7 @@ def test_what_such_a_question_finds_is_there_for_who_comes_later() -> None:
     rig.moves.remove(move)
     rig.ended.append(Completion(move.id, [True] * 8))
     rig.step()
-    assert rig.ask(KEYS, "later") is None
-    (promotion,) = rig.step()
+    (promotion,) = rig.begin(KEYS, "later")
     assert promotion.op is Op.PROMOTE
     assert promotion.keys == KEYS
 
@@ -144,10 +142,8 @@ def test_a_prompt_that_is_on_disk_up_to_there_gets_that_part() -> None:
     rig = Rig(rows=64, on=[KEYS[:4]], store=Answers(100), deadline=2.0, max_wait=20.0)
     rig.core.computed(1000, 1000 * COMPUTE)
     teach(rig, 0, 0.3)
-    assert rig.ask(KEYS, "r") is None
-    moves = rig.step()
-    rig.end(next(move for move in moves if move.op is Op.PROMOTE))
-    rig.step()
+    moves = rig.begin(KEYS, "r")
+    rig.finish(next(move for move in moves if move.op is Op.PROMOTE))
     assert rig.ask(KEYS, "r") == 4
 
 
@@ -164,8 +160,7 @@ def test_a_store_that_does_not_answer_teaches_not_to_wait_for_it() -> None:
         rig.wait(0.4)
     assert max(waits) < 0.12, "as long as computing takes, and a step"
     keys = chain("last", 8)
-    assert rig.ask(keys, "last") is None
-    rig.step()
+    rig.begin(keys, "last")
     assert rig.ask(keys, "last") == 0
 
 

@@ -36,8 +36,7 @@ def tell(rig: Rig, appeared: Sequence[tuple[bytes, int]] = (), gone: Sequence[by
 def test_what_a_neighbour_had_at_the_start_is_found() -> None:
     keys = chain("a", 3)
     rig = rig_beside(keys)
-    assert rig.ask(keys) is None
-    (move,) = rig.step()
+    (move,) = rig.begin(keys)
     assert (move.tier, move.op, move.slots) == (1, Op.PROMOTE, [0, 1, 2])
     rig.settle()
     assert rig.ask(keys) == 3
@@ -49,8 +48,7 @@ def test_what_a_neighbour_stores_is_found_once_it_is_news() -> None:
     assert rig.ask(keys) == 0
     rig.step()
     tell(rig, appeared=[(key, 10 + slot) for slot, key in enumerate(keys)])
-    assert rig.ask(keys) is None
-    (move,) = rig.step()
+    (move,) = rig.begin(keys)
     assert move.slots == [10, 11, 12]
 
 
@@ -68,19 +66,16 @@ def test_what_a_neighbour_moved_is_read_from_its_new_place_and_told_once() -> No
     assert (event.keys, event.removed) == ([key], False)
     tell(rig, appeared=[(key, 7)])
     assert rig.core.take_events() == []
-    assert rig.ask([key]) is None
-    (move,) = rig.step()
+    (move,) = rig.begin([key])
     assert move.slots == [7]
 
 
 def test_an_entry_that_is_out_of_date_is_a_miss_of_that_block_and_no_fault() -> None:
     keys = chain("a", 3)
     rig = rig_beside(keys)
-    assert rig.ask(keys) is None
-    rig.step()
+    rig.begin(keys)
     (move,) = rig.moves
-    rig.end(move, failed={keys[1]})
-    rig.step()
+    rig.finish(move, failed={keys[1]})
     assert rig.ask(keys) == 1
     assert rig.stats.tiers[1].failed_reads == 0
     assert rig.core.lookup(keys[1], "later") is False
@@ -89,8 +84,7 @@ def test_an_entry_that_is_out_of_date_is_a_miss_of_that_block_and_no_fault() -> 
 def test_a_chunk_that_goes_while_it_is_read_does_no_harm() -> None:
     keys = chain("a", 3)
     rig = rig_beside(keys)
-    assert rig.ask(keys) is None
-    (move,) = rig.step()
+    (move,) = rig.begin(keys)
     tell(rig, gone=keys)
     rig.end(move, failed=keys[2:])
     rig.settle()

@@ -11,7 +11,7 @@ from kvstore.core.hints import Hints
 from kvstore.core.residency.remote_answers import Answers
 from kvstore.policies import create_policy
 from kvstore.types import Op
-from tests.core.rig import Rig, chain
+from tests.core.rig import Rig, chain, host_of
 
 A, B, C = chain("a", 4), chain("b", 4), chain("c", 8)
 
@@ -25,10 +25,6 @@ def fill(rig: Rig, name: str, count: int) -> list[bytes]:
     rig.core.on_request_finished(name)
     rig.settle()
     return keys
-
-
-def host_of(rig: Rig, keys: list[bytes]) -> int:
-    return sum(map(rig.in_host, keys))
 
 
 def alone(rows: int = 8, share: float = 0.5) -> Rig:
@@ -89,8 +85,7 @@ def test_pins_end_when_they_are_ended() -> None:
 
 def test_a_key_that_is_named_twice_is_pinned_once() -> None:
     rig = Rig(rows=8)
-    rig.put(A)
-    rig.settle()
+    rig.store(A)
     keys = A[:2]
     assert rig.core._pins.begin([*keys, *keys], math.inf) == 4
     assert rig.stats.pinned_rows == rig.stats.busy_rows == 2
@@ -135,8 +130,7 @@ def test_a_pinned_chunk_that_is_being_read_is_let_go_of_once_both_have_ended() -
     rig = Rig(rows=4, on=(A,), segment_slots=4)
     tier = rig.core.tiers[0]
     rig.core._pins.begin(A[:2], math.inf, host=False)
-    assert rig.ask(A[:2]) is None
-    rig.step()
+    rig.begin(A[:2])
     rig.put(B[:1])
     rig.step()
     rig.core._pins.end(A)
@@ -272,8 +266,7 @@ def test_what_is_still_pinned_is_not_cold() -> None:
 def test_what_is_cold_leaves_a_tier_first_too() -> None:
     rig = Rig(rows=8, segment_slots=8)
     for keys in (B, A):
-        rig.put(keys)
-        rig.settle()
+        rig.store(keys)
     rig.core._demotions.cool(A)
     fill(rig, "x", 4)
     assert [key in rig.core.tiers[0].entries for key in (*A, *B)] == [False] * 4 + [True] * 4
@@ -284,8 +277,7 @@ def conversations(rig: Rig, keys_of: dict[str, list[bytes]]) -> None:
     for name, keys in keys_of.items():
         held = rig.resolve(keys, name)
         if held:
-            rig.load(keys[:held], name)
-            rig.core.complete_load(keys[:held], name)
+            rig.use(keys[:held], name)
         rig.put(keys, name)
         rig.core.on_request_finished(name)
         rig.settle()
@@ -321,8 +313,7 @@ def test_a_head_that_the_device_has_in_part_is_shared_as_a_whole() -> None:
     its = [*head, *chain("a", 3)]
     rig.core.on_new_request("a", params={"kvstore": {"release": True}})
     assert rig.resolve(its[3:], "a") == 3
-    rig.load(its[3:6], "a")
-    rig.core.complete_load(its[3:6], "a")
+    rig.use(its[3:6], "a")
     rig.put(its, "a")
     rig.core.on_request_finished("a")
     rig.settle()
@@ -408,8 +399,7 @@ def test_host_memory_that_becomes_smaller_than_its_pins_lets_the_last_of_them_go
         rig.step(0.1)
     assert (rig.stats.rows, rig.core.changing, rig.stats.pinned_rows) == (4, 0, 2)
     assert host_of(rig, chain("p", 2)) == 2
-    grant = rig.core.prepare_store(chain("x", 2), "s")
-    assert grant is not None
+    grant = rig.granted(chain("x", 2), "s")
     assert len(grant.rows) == 2
 
 

@@ -6,13 +6,9 @@ import pytest
 
 from kvstore.core.hints import Hints
 from kvstore.types import Op
-from tests.core.rig import Rig, chain
+from tests.core.rig import Rig, chain, host_of
 
 A, B = chain("a", 8), chain("b", 8)
-
-
-def host_of(rig: Rig, keys: list[bytes]) -> int:
-    return sum(map(rig.in_host, keys))
 
 
 def test_it_stops_at_the_first_chunk_that_is_nowhere_and_at_half_of_host_memory() -> None:
@@ -40,13 +36,11 @@ def test_it_comes_in_portions_and_whoever_asks_meanwhile_goes_first() -> None:
     assert rig.core._prefetches.begin(A) == 8
     rig.step()
     assert rig.promotion.keys == A[:4]
-    assert rig.ask(B) is None
-    rig.step()
+    rig.begin(B)
     asked = rig.under_way(Op.PROMOTE)[1]
     assert asked.keys == B
     rig.end(rig.under_way(Op.PROMOTE)[0])
-    rig.end(asked)
-    rig.step()
+    rig.finish(asked)
     assert rig.ask(B) == 8
     rig.settle()
     assert host_of(rig, A) == 8
@@ -57,11 +51,9 @@ def test_who_asks_for_what_is_being_prefetched_waits_for_that() -> None:
     rig.core._prefetches.begin(A[:4])
     rig.step()
     move = rig.promotion
-    assert rig.ask(A[:4]) is None
-    rig.step()
+    rig.begin(A[:4])
     assert rig.moves == [move]
-    rig.end(move)
-    rig.step()
+    rig.finish(move)
     assert rig.ask(A[:4]) == 4
 
 
@@ -92,8 +84,7 @@ def test_what_finds_no_row_holds_no_chunk_that_is_here() -> None:
     rig = Rig(rows=16, on=(A,), in_flight=1)
     rig.put(chain("new", 15))
     rig.core._prefetches.begin(A[:2])
-    assert rig.ask(A[1:2], "other") is None
-    rig.step()
+    rig.begin(A[1:2], "other")
     rig.end(rig.under_way(Op.PROMOTE)[0])
     for _ in range(4):
         rig.step()
@@ -198,10 +189,7 @@ def test_what_a_tier_has_that_does_not_answer_is_fetched_when_it_does() -> None:
         rig.step(0.1)
     assert rig.core.tiers[0].health.stalled
     assert rig.core.is_prefetching()
-    for _ in range(100):
-        for move in list(rig.moves):
-            rig.end(move)
-        rig.step(0.1)
+    rig.run(10.0)
     assert all(map(rig.in_host, keys))
 
 
@@ -211,8 +199,7 @@ def test_what_a_congested_tier_has_is_fetched_when_it_is_not_any_more(planned: b
     rig = Rig(rows=64, on=[[*keys, *asked, *slow]], deadline=100.0, max_wait=2.0)
     assert rig.ask(slow, "slow") is None
     rig.step(1.5)
-    rig.end(rig.promotion)
-    rig.step()
+    rig.arrive()
     before = keys[:8] if planned else keys
     assert rig.core.prefetch(before) == len(before)
     if planned:
@@ -226,10 +213,7 @@ def test_what_a_congested_tier_has_is_fetched_when_it_is_not_any_more(planned: b
         rig.step(0.1)
     assert rig.stats.tiers[0].congested
     rig.end(first)
-    for _ in range(40):
-        rig.step(0.1)
-        for move in list(rig.moves):
-            rig.end(move)
+    rig.run(4.0)
     assert all(map(rig.in_host, keys))
 
 

@@ -10,8 +10,7 @@ from tests.core.rig import Rig, chain
 def test_a_prefix_is_fetched_by_one_move_in_order_from_neighbouring_slots() -> None:
     keys = chain("a", 6)
     rig = Rig(on=[keys])
-    assert rig.ask(keys) is None
-    (move,) = rig.step()
+    (move,) = rig.begin(keys)
     assert (move.op, move.keys, move.slots) == (Op.PROMOTE, keys, list(range(6)))
     assert len(set(move.rows)) == 6
     assert rig.ask(keys) is None
@@ -22,8 +21,7 @@ def test_only_what_host_memory_lacks_is_fetched() -> None:
     keys = chain("a", 4)
     rig = Rig(on=[keys])
     rig.put([keys[1]])
-    assert rig.ask(keys) is None
-    rig.step()
+    rig.begin(keys)
     assert rig.promotion.keys == [keys[0], keys[2], keys[3]]
     rig.settle()
     assert rig.ask(keys) == 4
@@ -32,8 +30,7 @@ def test_only_what_host_memory_lacks_is_fetched() -> None:
 def test_a_prefix_too_long_for_one_move_comes_in_several_so_that_its_progress_shows() -> None:
     keys = chain("a", 7)
     rig = Rig(rows=12, on=[keys], in_flight=3)
-    assert rig.ask(keys) is None
-    moves = rig.step()
+    moves = rig.begin(keys)
     assert [len(move.keys) for move in moves] == [3, 3, 1]
     assert [key for move in moves for key in move.keys] == keys
     for move in moves:
@@ -48,8 +45,7 @@ def test_two_requests_for_one_prefix_share_one_fetch() -> None:
     keys = chain("a", 4)
     rig = Rig(on=[keys])
     assert rig.ask(keys, "r0") is None
-    assert rig.ask(keys, "r1") is None
-    (move,) = rig.step()
+    (move,) = rig.begin(keys, "r1")
     assert move.keys == keys
     rig.settle()
     assert (rig.ask(keys, "r0"), rig.ask(keys, "r1")) == (4, 4)
@@ -59,8 +55,7 @@ def test_promotions_are_granted_in_the_order_of_asking() -> None:
     chains = [chain(name, 4) for name in "abc"]
     rig = Rig(rows=12, on=[[key for keys in chains for key in keys]])
     busy = chain("busy", 4)
-    rig.put(busy)
-    rig.settle()
+    rig.store(busy)
     rig.load(busy, "busy")
     for index, keys in enumerate(chains):
         assert rig.ask(keys, f"r{index}") is None
@@ -74,8 +69,7 @@ def test_promotions_are_granted_in_the_order_of_asking() -> None:
 def test_who_stands_further_back_keeps_no_rows_from_who_stands_in_front() -> None:
     first, second = chain("a", 8), chain("b", 7)
     rig = Rig(rows=8, on=[first + second])
-    rig.put(second[:6])
-    rig.settle()
+    rig.store(second[:6])
     assert rig.ask(first, "r0") is None
     assert rig.ask(second, "r1") is None
     rig.settle(0.01)
@@ -90,13 +84,11 @@ def test_who_stands_further_back_keeps_no_rows_from_who_stands_in_front() -> Non
 def test_a_request_that_needs_no_rows_is_not_held_up_by_one_that_does() -> None:
     first, second, shared = chain("a", 8), chain("b", 8), chain("c", 2)
     rig = Rig(rows=10, on=[first + second])
-    assert rig.core.prepare_store(shared, "w") is not None
-    assert rig.ask(first, "r0") is None
-    rig.step()
+    rig.granted(shared, "w")
+    rig.begin(first, "r0")
     assert rig.ask(second, "r1") is None
     assert rig.step() == []
-    assert rig.ask(shared, "r2") is None
-    rig.step()
+    rig.begin(shared, "r2")
     rig.core.complete_store(shared, "w")
     rig.step()
     assert rig.ask(shared, "r2") == 2
@@ -130,8 +122,7 @@ def test_requests_each_as_large_as_the_pool_all_get_everything_one_after_the_oth
             rig.core.on_request_finished(request)
             served.append(request)
         rig.step(0.05)
-        for move in list(rig.moves):
-            rig.end(move)
+        rig.end_all()
     assert served == list(prompts)
     assert rig.stats.timeouts == rig.stats.truncations == 0
 
@@ -139,16 +130,14 @@ def test_requests_each_as_large_as_the_pool_all_get_everything_one_after_the_oth
 def test_a_prefix_larger_than_the_pool_keeps_the_part_that_is_there() -> None:
     keys = chain("a", 12)
     rig = Rig(rows=8, on=[keys])
-    rig.put(keys[:5])
-    rig.settle()
+    rig.store(keys[:5])
     assert rig.resolve(keys) == 8
 
 
 def test_a_prefix_waits_for_rows_that_others_are_about_to_give_back() -> None:
     mine, theirs = chain("a", 8), chain("b", 4)
     rig = Rig(rows=8, on=[mine])
-    rig.put(theirs)
-    rig.settle()
+    rig.store(theirs)
     assert rig.ask(theirs, "other") == 4
     rig.load(theirs, "other")
     assert rig.ask(mine) is None
@@ -162,8 +151,7 @@ def test_a_prefix_waits_for_rows_that_others_are_about_to_give_back() -> None:
 def test_a_prefix_gets_what_fits_when_others_keep_their_rows() -> None:
     mine, theirs = chain("a", 8), chain("b", 5)
     rig = Rig(rows=8, on=[mine])
-    rig.put(theirs)
-    rig.settle()
+    rig.store(theirs)
     assert rig.ask(theirs, "other") == 5
     rig.load(theirs, "other")
     assert rig.ask(mine) is None
@@ -178,8 +166,7 @@ def busy_with_others(rig: Rig, rows: int = 4, *, tells: bool = True) -> None:
     theirs = chain("theirs", rows)
     if tells:
         rig.core.server_computes(False, rig.now)
-    rig.put(theirs)
-    rig.settle()
+    rig.store(theirs)
     assert rig.ask(theirs, "other") == rows
     rig.load(theirs, "other")
 
@@ -285,23 +272,20 @@ def test_chunks_on_their_way_are_waited_for_when_no_more_rows_are() -> None:
 def test_chunks_that_others_find_at_every_step_are_not_waited_for() -> None:
     mine, hot = chain("a", 6), chain("hot", 4)
     rig = Rig(rows=8, on=[mine], deadline=1.0)
-    rig.put(hot)
-    rig.settle()
+    rig.store(hot)
     answer: int | None = None
     while answer is None:
         answer = rig.ask(mine)
         assert rig.ask(hot, "other") == 4
         rig.step(0.01)
-        for move in list(rig.moves):
-            rig.end(move)
+        rig.end_all()
     assert (answer, rig.stats.truncations, rig.stats.timeouts) == (4, 1, 0)
 
 
 def test_chunks_that_others_found_in_one_step_make_room_in_the_next() -> None:
     mine, hot = chain("a", 6), chain("hot", 4)
     rig = Rig(rows=8, on=[mine], deadline=1.0)
-    rig.put(hot)
-    rig.settle()
+    rig.store(hot)
     assert rig.ask(mine) is None
     assert rig.ask(hot, "other") == 4
     assert rig.resolve(mine) == 6
@@ -311,8 +295,7 @@ def test_chunks_that_others_found_in_one_step_make_room_in_the_next() -> None:
 def test_a_request_that_gets_its_rows_one_by_one_is_not_cut_short() -> None:
     mine, hot = chain("a", 8), chain("hot", 4)
     rig = Rig(rows=8, on=[mine], deadline=1.0)
-    rig.put(hot)
-    rig.settle()
+    rig.store(hot)
     for left in (4, 3, 2, 1, 0):
         assert rig.ask(mine) is None
         assert rig.ask(hot[:left], "other") == left
@@ -331,8 +314,7 @@ def test_rows_that_a_reset_left_with_their_moves_are_waited_for() -> None:
             for move in [move for move in rig.moves if move.tier == 1]:
                 rig.end(move)
 
-    assert rig.ask(old, "old") is None
-    (stuck,) = rig.step()
+    (stuck,) = rig.begin(old, "old")
     rig.core.reset()
     far_tier_works()
     for part in (keys[:4], keys[4:], chain("other", 4)):
@@ -351,11 +333,9 @@ def test_a_chunk_that_its_tier_lost_while_a_request_waited_ends_its_prefix() -> 
     first, second = chain("a", 8), chain("b", 8)
     rig = Rig(rows=8, on=[first + second], segment_slots=16)
     assert rig.ask(first, "r0") is None
-    assert rig.ask(second, "r1") is None
-    rig.step()
+    rig.begin(second, "r1")
     rig.core.tiers[0].forget([second[5]])
-    rig.end(rig.promotion)
-    rig.step()
+    rig.arrive()
     rig.core.on_request_finished("r0")
     rig.settle()
     assert rig.ask(second, "r1") == 5
@@ -365,14 +345,11 @@ def test_a_chunk_that_its_tier_lost_while_a_request_waited_ends_its_prefix() -> 
 def test_a_failed_block_is_forgotten_and_its_slot_used_again() -> None:
     keys = chain("a", 2)
     rig = Rig(on=[keys], segment_slots=2)
-    assert rig.ask(keys) is None
-    rig.step()
-    rig.end(rig.promotion, failed={keys[1]})
-    rig.step()
+    rig.begin(keys)
+    rig.arrive(failed={keys[1]})
     assert rig.core.lookup(keys[1], "another") is False
     new = chain("b", 1)
-    rig.put(new)
-    rig.settle()
+    rig.store(new)
     assert dict(rig.core.tiers[0].entries) == {keys[0]: 0, new[0]: 1}
 
 
@@ -394,8 +371,7 @@ def test_stores_do_not_take_the_rows_that_a_waiting_request_needs() -> None:
         ):
             storing.append((step, f"w{step}.{len(storing)}"))
         rig.step(0.05)
-        for move in list(rig.moves):
-            rig.end(move)
+        rig.end_all()
     assert (answer, rig.stats.timeouts) == (4, 0)
     assert rig.stats.stored > 60, "stores go on before and after"
 
@@ -408,16 +384,14 @@ def test_a_store_of_what_is_there_needs_no_rows_and_waits_for_nobody() -> None:
     for request, keys in (("r0", first), ("r1", second)):
         assert rig.ask(keys, request) is None
     rig.step()
-    grant = rig.core.prepare_store(hot, "w")
-    assert grant is not None
+    grant = rig.granted(hot, "w")
     assert grant.keys == []
 
 
 def test_the_fastest_tier_that_has_a_chunk_is_asked() -> None:
     near, far = chain("a", 3), chain("a", 6)
     rig = Rig(on=[near, far])
-    assert rig.ask(far) is None
-    moves = rig.step()
+    moves = rig.begin(far)
     assert [(move.tier, move.keys) for move in moves] == [(0, near), (1, far[3:])]
     rig.settle()
     assert rig.ask(far) == 6
@@ -429,8 +403,7 @@ def test_a_chunk_is_fetched_from_the_next_tier_while_the_first_does_not_answer()
     assert rig.ask(stuck, "victim") is None
     rig.wait(3.0)
     assert rig.stats.tiers[0].stalled
-    assert rig.ask(keys) is None
-    (move,) = rig.step()
+    (move,) = rig.begin(keys)
     assert (move.tier, move.keys) == (1, keys)
 
 

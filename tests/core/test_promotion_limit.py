@@ -35,12 +35,10 @@ def test_a_prefix_that_is_longer_comes_whole_in_portions() -> None:
     rig = Rig(rows=16, on=[keys])
     assert rig.ask(keys) is None
     assert [len(move.keys) for move in rig.step()] == [12]
-    rig.end(rig.promotion)
-    rig.step()
+    rig.arrive()
     assert rig.ask(keys) is None
     assert [len(move.keys) for move in rig.step()] == [4]
-    rig.end(rig.promotion)
-    rig.step()
+    rig.arrive()
     assert rig.ask(keys) == 16
     assert rig.stats.truncations == 0
 
@@ -48,8 +46,7 @@ def test_a_prefix_that_is_longer_comes_whole_in_portions() -> None:
 def test_what_is_left_of_a_prefix_is_asked_for_while_its_first_portion_arrives() -> None:
     keys = chain("a", 16)
     rig = Rig(rows=16, on=[keys], in_flight=4)
-    assert rig.ask(keys) is None
-    moves = rig.step()
+    moves = rig.begin(keys)
     assert [len(move.keys) for move in moves] == [4, 4, 4]
     rig.end(moves[0])
     assert [len(move.keys) for move in [*rig.step(), *rig.step()]] == [4]
@@ -62,19 +59,16 @@ def test_one_tier_leaves_rows_to_another() -> None:
         assert rig.ask(silent[2 * number : 2 * number + 2], f"r{number}") is None
     rig.step()
     assert on_their_way(rig) == 12
-    assert rig.ask(lively, "other") is None
-    rig.step()
+    rig.begin(lively, "other")
     (move,) = rig.under_way(Op.PROMOTE, tier=1)
-    rig.end(move)
-    rig.step()
+    rig.finish(move)
     assert rig.ask(lively, "other") == 2
 
 
 def test_who_waits_for_the_tier_gets_its_rows_before_who_came_later() -> None:
     first, second = chain("a", 16), chain("b", 3)
     rig = Rig(rows=16, on=[first, second])
-    assert rig.ask(first, "r0") is None
-    rig.step()
+    rig.begin(first, "r0")
     assert rig.ask(second, "r1") is None
     assert not rig.under_way(Op.PROMOTE, tier=1)
     rig.settle(0.01)
@@ -89,19 +83,16 @@ def test_who_waits_for_the_tier_gets_its_rows_before_who_came_later() -> None:
 def test_a_store_is_not_deferred_for_a_request_that_waits_for_its_tier() -> None:
     keys = chain("a", 16)
     rig = Rig(rows=16, on=[keys])
-    assert rig.ask(keys) is None
-    rig.step()
+    rig.begin(keys)
     assert rig.core.waiting == 1
-    grant = rig.core.prepare_store(chain("new", 3), "w")
-    assert grant is not None
+    grant = rig.granted(chain("new", 3), "w")
     assert len(grant.keys) == 3
 
 
 def test_each_tier_has_its_own_share_where_a_prompt_lies_on_both() -> None:
     keys = chain("a", 16)
     rig = Rig(rows=16, on=[keys[1:], keys[:1]])
-    assert rig.ask(keys) is None
-    rig.step()
+    rig.begin(keys)
     assert [len(move.keys) for move in rig.under_way(Op.PROMOTE, 0)] == [12]
     assert [len(move.keys) for move in rig.under_way(Op.PROMOTE, 1)] == [1]
 
@@ -141,7 +132,6 @@ def test_chunks_that_are_here_are_leased_sooner_than_others_are_fetched() -> Non
     while waiting:
         waiting -= {name for name in waiting if rig.ask(keys, name) is not None}
         rig.step(0.001)
-        for move in list(rig.moves):
-            rig.end(move)
+        rig.end_all()
         steps += 1
     assert steps <= 320 / DEFAULT_PACE.granted + count * 320 / DEFAULT_PACE.granted / 3 + 4

@@ -22,8 +22,7 @@ def noted(rig: Rig, seconds: float = 0.0) -> list[Move]:
 
 def use(rig: Rig, keys: Sequence[bytes], request: str = "r") -> None:
     assert rig.resolve(keys, request) == len(keys)
-    rig.load(keys, request)
-    rig.core.complete_load(keys, request)
+    rig.use(keys, request)
     rig.core.on_request_finished(request)
 
 

@@ -115,8 +115,7 @@ def test_who_waits_is_answered_once_computing_would_have_been_sooner() -> None:
     (one,) = prompts(1)
     bench = rig([one])
     bench.core.computed(100, 1.0)
-    assert bench.core.lookup_prefix(one, "r") is None
-    bench.step()
+    bench.begin(one, "r")
     moves = bench.under_way(Op.PROMOTE)
     bench.end(moves[0])
     bench.step(0.05)
@@ -211,8 +210,7 @@ def test_while_one_request_tries_others_do_not_begin_to_wait() -> None:
     bench, (one, two) = slow(2)
     bench.step(FIRST_PAUSE + 0.1)
     bench.step()
-    assert bench.core.lookup_prefix(one, "try") is None
-    bench.step()
+    bench.begin(one, "try")
     bench.step()
     assert bench.under_way(Op.PROMOTE)
     assert bench.core.lookup_prefix(two, "r") == 0
@@ -244,10 +242,7 @@ def test_what_is_prefetched_comes_from_a_tier_that_is_outpaced() -> None:
 
 def test_copies_to_a_tier_that_is_outpaced_go_on() -> None:
     bench, _ = slow(1)
-    new = chain("new", 4)
-    grant = bench.core.prepare_store(new, "s")
-    assert grant is not None
-    bench.core.complete_store(grant.keys, "s")
+    bench.put(chain("new", 4))
     bench.step()
     assert bench.under_way(Op.CASCADE)
 
@@ -266,12 +261,10 @@ def test_who_waits_for_another_tier_goes_on_waiting_when_one_is_outpaced() -> No
     one, two = prompts(2)
     bench = Rig(400, [one, two], deadline=50.0, max_wait=500.0, lease=500.0)
     bench.core.computed(100, 1.0)
-    assert bench.core.lookup_prefix(one, "one") is None
-    bench.step()
+    bench.begin(one, "one")
     # The second tier is asked much later, when the first has taken too long already.
     bench.step(LONG * 0.01 - 0.02)
-    assert bench.core.lookup_prefix(two, "two") is None
-    bench.step()
+    bench.begin(two, "two")
     bench.step(0.05)
     bench.step()
     assert [tier.outpaced for tier in bench.stats.tiers] == [True, False]
@@ -282,8 +275,7 @@ def test_who_waits_for_another_tier_goes_on_waiting_when_one_is_outpaced() -> No
 def test_reads_that_ended_long_before_they_were_heard_of_count_by_their_end() -> None:
     (one,) = prompts(1, 10)
     bench = rig([one])
-    assert bench.core.lookup_prefix(one, "r") is None
-    bench.step()
+    bench.begin(one, "r")
     for move in bench.under_way(Op.PROMOTE):
         bench.end(move, ended=bench.now + 0.05)
     bench.step(3.0)
@@ -294,8 +286,7 @@ def test_reads_that_have_ended_and_are_still_to_be_taken_in_are_not_late() -> No
     one, two = prompts(2)
     bench = rig([one, two], pace=replace(Pace(), absorbed=1))
     bench.core.computed(1000, 10.0)
-    assert bench.core.lookup_prefix(one, "r") is None
-    bench.step()
+    bench.begin(one, "r")
     for number, move in enumerate(bench.under_way(Op.PROMOTE), 1):
         bench.end(move, ended=bench.now + 0.01 * number)
     # A long step of the server; then one move is taken in with each.

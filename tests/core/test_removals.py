@@ -21,8 +21,7 @@ def test_what_is_removed_is_a_miss_at_once_and_its_places_are_free_when_it_is_er
     (erasure,) = rig.under_way(Op.ERASE)
     assert {*erasure.keys} == {*KEYS[1:], b"nobody"}
     assert rig.core._pool.free == 7
-    rig.end(erasure)
-    rig.step()
+    rig.finish(erasure)
     assert removal.done
     assert not removal.unerased
     assert not rig.core.hidden
@@ -53,8 +52,7 @@ def test_a_store_of_a_hidden_key_passes_it_over() -> None:
     rig.core.prepare_load(KEYS[1:2], "r")
     rig.core.remove(KEYS[1:2])
     rig.step()
-    grant = rig.core.prepare_store(chain("a", 4), "w")
-    assert grant is not None
+    grant = rig.granted(chain("a", 4), "w")
     assert grant.keys == chain("a", 4)[3:]
 
 
@@ -80,12 +78,10 @@ def test_an_erasure_that_fails_is_told_to_whoever_asked_and_asks_before_it_is_ov
     first = rig.core.remove(KEYS)
     rig.step()
     one, other = rig.under_way(Op.ERASE, 0) + rig.under_way(Op.ERASE, 1)
-    rig.end(one, failed=[KEYS[1]])
-    rig.step()
+    rig.finish(one, failed=[KEYS[1]])
     second = rig.core.remove(KEYS)
     assert second.found == 0
-    rig.end(other)
-    rig.step()
+    rig.finish(other)
     for removal in (first, second):
         assert removal.done
         assert removal.unerased == [KEYS[1]]
@@ -98,8 +94,7 @@ def test_chunks_whose_keys_are_forgotten_leave_some_at_a_time_and_then_it_is_tol
     alice, bob = chain("alice", 5), chain("bob", 3)
     rig = Rig(rows=16)
     rig.put(alice)
-    rig.put(bob)
-    rig.settle()
+    rig.store(bob)
     told: list[int] = []
     changes = Changes(
         forgotten=[b"alice"], on_taken=lambda: told.append(sum(rig.core.contains(alice)))
@@ -108,8 +103,7 @@ def test_chunks_whose_keys_are_forgotten_leave_some_at_a_time_and_then_it_is_tol
     assert sum(rig.core.contains(alice)) == 3
     # What is stored meanwhile leaves, too.
     more = [b"alice more"]
-    grant = rig.core.prepare_store(more, "w")
-    assert grant is not None
+    grant = rig.granted(more, "w")
     rig.core.complete_store(set(grant.keys), "w")
     rig.core.on_request_finished("w")
     for _ in range(8):
@@ -129,8 +123,7 @@ def test_what_is_forgotten_leaves_host_memory_also_while_the_tier_is_cleared() -
     moves = rig.flush()
     assert [move.op for move in moves] == [Op.CLEAR]
     alice = chain("alice", 3)
-    grant = rig.core.prepare_store(alice, "w")
-    assert grant is not None
+    grant = rig.granted(alice, "w")
     rig.core.complete_store(set(grant.keys), "w")
     rig.core.on_request_finished("w")
     changes = Changes(forgotten=[b"alice"])
@@ -151,8 +144,7 @@ def test_an_erasure_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     erased: list[int] = []
     while not removal.done:
         erased += [len(move.keys) for move in rig.step() if move.op is Op.ERASE]
-        for move in list(rig.moves):
-            rig.end(move)
+        rig.end_all()
     assert erased == [3, 3, 2]
 
 
@@ -172,8 +164,7 @@ def test_what_a_store_could_not_erase_is_told_also_where_a_reset_clears_the_disk
     removal = rig.core.remove(keys)
     rig.step()
     (move,) = (one for one in rig.moves if one.tier == 1)
-    rig.end(move, failed=keys)
-    rig.step()
+    rig.finish(move, failed=keys)
     assert not removal.done
     rig.core.reset()
     assert sorted(removal.unerased) == sorted(keys)

@@ -9,9 +9,9 @@ import pytest
 
 from kvstore.core import Pace
 from kvstore.core.request import MOST_LOOKED_AT, Request, Requests
-from kvstore.policies import AdmissionFilter
 from kvstore.types import Op
 from tests.core.rig import Rig, chain
+from tests.core.test_chains import Gate
 
 
 def test_finishing_an_unknown_request_is_harmless() -> None:
@@ -24,13 +24,11 @@ def test_finishing_an_unknown_request_is_harmless() -> None:
 def test_what_is_asked_for_after_moves_were_handed_out_in_the_same_step_is_fetched_too() -> None:
     here, below = chain("a", 2), chain("b", 2)
     rig = Rig(on=[below])
-    rig.put(here)
-    rig.settle()
+    rig.store(here)
     rig.load(here)
     assert rig.ask(here) == 2
     rig.flush()
-    assert rig.ask(below) is None
-    rig.step()
+    rig.begin(below)
     assert [move.keys for move in rig.under_way(Op.PROMOTE)] == [below]
 
 
@@ -40,7 +38,7 @@ def test_a_request_that_stores_is_answered_for_good() -> None:
     rig = Rig(rows=8, on=[keys])
     rig.resolve(keys)
     assert rig.core._pool.busy == 4
-    assert rig.core.prepare_store(chain("b", 1), "r") is not None
+    rig.granted(chain("b", 1), "r")
     assert rig.core._pool.busy == 1
     assert rig.ask(keys) == 4
 
@@ -49,11 +47,9 @@ def test_a_request_that_loads_and_asks_again_starts_anew() -> None:
     keys = chain("a", 4)
     rig = Rig(rows=4, on=[keys])
     rig.resolve(keys)
-    rig.load(keys)
-    rig.core.complete_load(keys, "r")
+    rig.use(keys)
     rig.step()
-    rig.put(chain("b", 4))
-    rig.settle()
+    rig.store(chain("b", 4))
     assert rig.ask(keys) is None, "evicted since, and fetched once more"
     assert rig.resolve(keys) == 4
 
@@ -61,31 +57,12 @@ def test_a_request_that_loads_and_asks_again_starts_anew() -> None:
 def test_the_statistics_are_a_snapshot() -> None:
     rig = Rig()
     before = rig.stats
-    rig.put(chain("a", 3))
-    rig.settle()
+    rig.store(chain("a", 3))
     rig.resolve(chain("a", 3))
     rig.load(chain("a", 3))
     assert (before.stored, rig.stats.stored) == (0, 3)
     assert (before.tiers[0].written, rig.stats.tiers[0].written) == (0, 3)
     assert (before.loaded_from, rig.stats.loaded_from) == ({}, {"host": 3})
-
-
-class Counting(AdmissionFilter):
-    """Admits everything and remembers nothing."""
-
-    name = "counting"
-
-    def __init__(self) -> None:
-        super().__init__(8, 1)
-
-    def asked(self, keys: Sequence[bytes]) -> None:
-        return
-
-    def admit(self, keys: Sequence[bytes], now: float) -> list[bool]:
-        return [True] * len(keys)
-
-    def clear(self) -> None:
-        return
 
 
 def kept(rig: Rig) -> int:
@@ -104,7 +81,7 @@ def rig_of_filter(monkeypatch: pytest.MonkeyPatch, rows: int) -> Rig:
     monkeypatch.setattr("kvstore.core.usage.MAX_KEYS", 60)
     monkeypatch.setattr("kvstore.core.usage.MOST_UNTOLD", 20)
     rig = Rig(rows=rows, lease=0.5, deadline=0.1, max_wait=0.2)
-    rig.core._chains.filters.append(Counting())
+    rig.core._chains.filters.append(Gate(least=0))
     rig.core._lookups._counts = True
     return rig
 
@@ -117,8 +94,7 @@ def test_requests_that_never_end_leave_a_bounded_trace(
 ) -> None:
     rig = rig_of_filter(monkeypatch, rows=8)
     here = chain("here", 4)
-    rig.put(here)
-    rig.settle()
+    rig.store(here)
     rig.core.on_request_finished("writer")
     if act == "defer store":
         rig.load(here)
@@ -134,8 +110,7 @@ def test_requests_that_never_end_leave_a_bounded_trace(
             keys = here if act != "load nothing" else []
             rig.ask(keys, name)
             if act != "hit":
-                rig.load(keys, name)
-                rig.core.complete_load(keys, name)
+                rig.use(keys, name)
         elif act.startswith("store"):
             keys = chain(name, 2) if act == "store" else []
             grant = rig.core.prepare_store(keys, name)
@@ -144,8 +119,7 @@ def test_requests_that_never_end_leave_a_bounded_trace(
         else:
             rig.core.prepare_store(chain(name, 8), name)
         rig.step(0.1)
-        for move in list(rig.moves):
-            rig.end(move)
+        rig.end_all()
     assert kept(rig) < 500
 
 
@@ -159,25 +133,13 @@ def test_a_prompt_keeps_its_order_over_a_reset() -> None:
     assert sorted(keys, key=lambda key: rig.core.chunks[key].order) == keys
 
 
-class Hearing(Counting):
-    """Notes of which keys it hears."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.heard: list[bytes] = []
-
-    def asked(self, keys: Sequence[bytes]) -> None:
-        self.heard += keys
-
-
-def hearing(monkeypatch: pytest.MonkeyPatch, name: str, most: int) -> tuple[Rig, Hearing]:
+def hearing(monkeypatch: pytest.MonkeyPatch, name: str, most: int) -> tuple[Rig, Gate]:
     """A rig with a filter, and a bound of what is kept of requests."""
     monkeypatch.setattr(f"kvstore.core.usage.{name}", most)
-    rig, heard = Rig(rows=16, on=[]), Hearing()
+    rig, heard = Rig(rows=16, on=[]), Gate(least=0)
     rig.core._chains.filters.append(heard)
     rig.core._lookups._counts = True
-    rig.put(chain("here", 8), "w")
-    rig.settle()
+    rig.store(chain("here", 8), "w")
     rig.core.on_request_finished("w")
     return rig, heard
 
@@ -205,8 +167,7 @@ def test_a_request_may_be_forgotten_while_it_asks(monkeypatch: pytest.MonkeyPatc
     rig, _ = hearing(monkeypatch, "MAX_KEYS", 6)
     here = chain("here", 4)
     rig.resolve(here, "s")
-    rig.load(here, "s")
-    rig.core.complete_load(here, "s")
+    rig.use(here, "s")
     rig.step(0.01)
     assert rig.core.lookup(here[0], "s")
     rig.core.extend_prompt("t", chain("t", 8))
@@ -216,15 +177,13 @@ def test_a_request_may_be_forgotten_while_it_asks(monkeypatch: pytest.MonkeyPatc
 def test_a_silent_request_keeps_nothing_of_others(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("kvstore.core.usage.MOST_UNTOLD", 20)
     rig, keys = Rig(rows=4, on=[]), chain("k", 4)
-    rig.put(keys, "w")
-    rig.settle()
+    rig.store(keys, "w")
     rig.resolve(keys, "silent")
     rig.load(keys, "silent")
     assert rig.core.prepare_store(chain("never again", 2), "silent too") is None
     for number in range(300):
         rig.resolve(keys, f"s{number}")
-        rig.load(keys, f"s{number}")
-        rig.core.complete_load(keys, f"s{number}")
+        rig.use(keys, f"s{number}")
         rig.core.on_request_finished(f"s{number}")
         assert rig.core.prepare_store(chain("noisy", 2), "noisy") is None
         rig.step(0.01)
@@ -267,17 +226,13 @@ def test_of_requests_that_have_ended_nothing_is_left(
             rig.core.transfers_ended()
             under_way.clear()
         else:
-            for move in list(rig.moves):
-                rig.end(move)
+            rig.end_all()
             rig.step(0.01)
     for complete, its, owner in under_way:
         complete(its, owner)
     for number in range(6):
         rig.core.on_request_finished(f"r{number}")
-    for _ in range(50):
-        for move in list(rig.moves):
-            rig.end(move)
-        rig.step(0.05)
+    rig.run(2.5, 0.05)
     core = rig.core
     assert not core._requests
     assert (core._chains._keys, core._chains._asked_keys, len(core._uses._loaded)) == (0, 0, 0)
@@ -297,8 +252,7 @@ def test_who_read_what_is_forgotten_with_a_reset() -> None:
     rig.settle()
     rig.core.complete_load(keys, "before", era=era)
     for name, stored in (("again", keys), ("others", chain("o", 4))):
-        rig.put(stored, name)
-        rig.settle()
+        rig.store(stored, name)
     assert rig.resolve(keys, "after") == 3
     rig.load(keys, "after")
     assert rig.stats.loaded_from == {"disk": 6}

@@ -23,21 +23,17 @@ def test_after_a_reset_nothing_is_found() -> None:
 def test_a_tier_is_cleared_once_nothing_moves_there_and_given_no_slot_before() -> None:
     keys = chain("a", 3)
     rig = Rig(rows=16, on=[keys])
-    assert rig.ask(keys) is None
-    (promotion,) = rig.step()
+    (promotion,) = rig.begin(keys)
     rig.core.reset()
     rig.put(chain("b", 3))
     assert rig.wait(1.0) == []
-    rig.end(promotion)
-    rig.step()
+    rig.finish(promotion)
     (clear,) = rig.step()
     assert clear.op is Op.CLEAR
     rig.put(chain("c", 3))
     assert rig.wait(1.0) == []
-    rig.end(clear)
-    rig.step()
-    rig.put(chain("d", 3))
-    rig.settle()
+    rig.finish(clear)
+    rig.store(chain("d", 3))
     assert set(rig.core.tiers[0].entries) == set(chain("d", 3))
     assert rig.owned().slots.free == 61
 
@@ -46,22 +42,19 @@ def test_a_tier_that_cannot_be_cleared_is_asked_again_after_a_pause_and_not_used
     rig = Rig(rows=8, on=[chain("a", 3)])
     rig.core.reset()
     (clear,) = rig.step()
-    rig.end(clear, segments=[])
-    rig.step()
+    rig.finish(clear, segments=[])
     assert rig.wait(RETRY_PAUSE - 0.2) == []
     assert rig.ask(chain("a", 3)) == 0
     (again,) = rig.wait(0.4)
     assert again.op is Op.CLEAR
-    rig.end(again)
-    rig.step()
+    rig.finish(again)
     assert not rig.core.tiers[0].clearing
 
 
 def test_a_tier_that_could_not_grow_is_cleared_at_once() -> None:
     rig = Rig(rows=8, on=[chain("a", 4)], segment_slots=4, max_segments=2)
     (grow,) = rig.step()
-    rig.end(grow, segments=[])
-    rig.step()
+    rig.finish(grow, segments=[])
     rig.core.reset()
     (clear,) = rig.step()
     assert clear.op is Op.CLEAR
@@ -93,8 +86,7 @@ def test_the_end_of_a_load_from_before_is_stray() -> None:
 def test_a_row_that_a_late_store_may_write_is_given_to_nobody_until_that_is_reported() -> None:
     old, new = chain("old", 3), chain("new", 8)
     rig = Rig(rows=8)
-    grant = rig.core.prepare_store(old, "w")
-    assert grant is not None
+    grant = rig.granted(old, "w")
     late, era = set(grant.rows), rig.core.era
     rig.core.reset()
     again = grant_as_far_as_possible(rig, new)
@@ -127,14 +119,12 @@ def test_ends_of_transfers_of_one_key_and_one_request_are_told_apart_by_their_er
     rig = Rig(rows=8)
     eras, rows = [], []
     for _ in range(3):
-        grant = rig.core.prepare_store(keys, "w")
-        assert grant is not None
+        grant = rig.granted(keys, "w")
         eras.append(rig.core.era)
         rows.append(set(grant.rows))
         rig.core.reset()
     assert not rows[0] & rows[1] | rows[1] & rows[2] | rows[0] & rows[2]
-    grant = rig.core.prepare_store(keys, "w")
-    assert grant is not None
+    grant = rig.granted(keys, "w")
     rig.core.complete_store(keys, "w", era=eras[1])
     assert not rig.in_host(keys[0]), "an old store's end is not that of the new one"
     assert (rig.core._pool.held, rig.core._pool.free) == (4, 2)
@@ -150,7 +140,7 @@ def test_ends_of_transfers_of_one_key_and_one_request_are_told_apart_by_their_er
 def test_an_end_that_comes_twice_frees_nothing_twice() -> None:
     keys = chain("a", 2)
     rig = Rig(rows=4)
-    assert rig.core.prepare_store(keys, "w") is not None
+    rig.granted(keys, "w")
     rig.core.reset()
     rig.core.complete_store(keys, "w", era=0)
     rig.core.complete_store(keys[:1], "w", era=0)
@@ -167,8 +157,7 @@ def test_a_row_that_a_load_and_a_copy_to_a_tier_read_is_free_when_both_have_ende
     rig.core.reset()
     rig.core.complete_load(keys, "r", 0)
     assert rig.core._pool.held == 1
-    rig.end(copy)
-    rig.step()
+    rig.finish(copy)
     assert rig.core._pool.held == 0
 
 
@@ -220,8 +209,7 @@ def test_a_tier_that_is_closed_does_not_grow() -> None:
 def test_tiers_that_are_closed_take_part_in_nothing_whatever_was_under_way() -> None:
     held, new = chain("held", 6), chain("new", 4)
     rig = Rig(rows=16, on=[held], segment_slots=8, max_segments=4)
-    grant = rig.core.prepare_store(new, "s")
-    assert grant is not None
+    grant = rig.granted(new, "s")
     rig.core.complete_store(grant.keys, "s")
     assert rig.core.lookup_prefix(held, "r") is None
     rig.step()
@@ -233,8 +221,7 @@ def test_tiers_that_are_closed_take_part_in_nothing_whatever_was_under_way() -> 
     assert rig.stats.free_rows == 16
     assert rig.core.lookup_prefix(held, "again") == 0
     assert not rig.core.clearing
-    grant = rig.core.prepare_store(chain("later", 4), "t")
-    assert grant is not None
+    grant = rig.granted(chain("later", 4), "t")
     rig.core.complete_store(grant.keys, "t")
     assert rig.core._prefetches.begin(held) == 0
     rig.settle()

@@ -13,20 +13,15 @@ from kvstore.core.settings import MOST_CHANGES
 from kvstore.policies import create_policy
 from kvstore.policies.migration import Migration
 from kvstore.types import Op
-from tests.core.rig import Rig, chain
+from tests.core.rig import Rig, chain, host_of
 
 A, B = chain("a", 4), chain("b", 4)
-
-
-def in_host(rig: Rig, keys: list[bytes]) -> int:
-    return sum(map(rig.in_host, keys))
 
 
 def test_a_policy_is_replaced_a_part_in_each_step() -> None:
     keys = chain("long", 3 * MOST_CHANGES)
     rig = Rig(rows=len(keys), on=())
-    rig.put(keys)
-    rig.settle()
+    rig.store(keys)
     rig.core.set_policy(None, create_policy("fifo", len(keys)))
     pool = rig.core._pool
     left = [rig.core.changing]
@@ -49,15 +44,14 @@ def test_what_was_cold_for_the_old_policy_leaves_first_for_the_new() -> None:
     rig.put(A)
     rig.put(B)
     rig.ask(A)
-    rig.load(A)
-    rig.core.complete_load(A, "r")
+    rig.use(A)
     rig.settle()
     rig.core.set_policy(None, create_policy("arc", 8))
     rig.put(chain("c", 2))
-    assert (in_host(rig, A), in_host(rig, B)) == (4, 2)
+    assert (host_of(rig, A), host_of(rig, B)) == (4, 2)
     rig.settle()
     rig.put(chain("d", 2))
-    assert (in_host(rig, A), in_host(rig, B)) == (4, 0)
+    assert (host_of(rig, A), host_of(rig, B)) == (4, 0)
 
 
 def test_what_is_read_at_that_moment_stays_until_it_is_free() -> None:
@@ -73,7 +67,7 @@ def test_what_is_read_at_that_moment_stays_until_it_is_free() -> None:
     rig.core.complete_load(A, "r")
     rig.settle()
     rig.put(B)
-    assert in_host(rig, B) == 4
+    assert host_of(rig, B) == 4
 
 
 def test_a_policy_may_be_replaced_again_before_that_is_over() -> None:
@@ -97,7 +91,7 @@ def test_a_reset_ends_what_goes_over() -> None:
     rig.settle()
     assert not isinstance(rig.core._pool.policy, Migration)
     rig.put(B)
-    assert in_host(rig, B) == 4
+    assert host_of(rig, B) == 4
 
 
 def test_what_could_not_go_on_goes_on_after_a_reset() -> None:
@@ -118,9 +112,9 @@ def test_rows_are_given_up_and_come_back() -> None:
     rig.put(B)
     rig.core.limit_rows(4)
     rig.settle()
-    assert (rig.stats.rows, in_host(rig, A), in_host(rig, B)) == (4, 0, 4)
+    assert (rig.stats.rows, host_of(rig, A), host_of(rig, B)) == (4, 0, 4)
     rig.put(A)
-    assert (rig.stats.chunks, in_host(rig, A)) == (4, 4)
+    assert (rig.stats.chunks, host_of(rig, A)) == (4, 4)
     rig.core.limit_rows(8)
     assert rig.stats.rows == 8
     rig.put(B)
@@ -179,8 +173,7 @@ def test_a_tier_that_is_too_large_empties_segments_and_keeps_what_was_used_last(
     for _ in range(100):
         rig.step()
         kinds |= {move.op for move in rig.moves}
-        for move in list(rig.moves):
-            rig.end(move)
+        rig.end_all()
         if not rig.core.changing:
             break
     assert kinds == {Op.LIST, Op.RELOCATE, Op.SHRINK}
@@ -271,8 +264,7 @@ def test_segments_go_from_the_device_that_has_too_many() -> None:
 def test_of_policies_that_are_set_one_after_the_other_the_last_one_stays() -> None:
     keys = chain("long", 2 * MOST_CHANGES)
     rig = Rig(rows=len(keys), on=())
-    rig.put(keys)
-    rig.settle()
+    rig.store(keys)
     for _ in range(200):
         for name in ("fifo", "arc", "s3-fifo"):
             rig.core.set_policy(None, create_policy(name, len(keys)))

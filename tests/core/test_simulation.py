@@ -158,7 +158,7 @@ def _(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Questions, "__init__", blind)
 
 
-@breaks("nothing is believed of a store that is still to be cleared", first=76)
+@breaks("nothing is believed of a store that is still to be cleared", first=154)
 def _(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(AskedTier, "worth_asking", property(lambda self: self.health.readable))
 
@@ -288,7 +288,7 @@ def _(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Slots, "set_aside", lambda self, slots, now: None)
 
 
-@breaks("what was set aside comes back")
+@breaks("what was set aside comes back", first=47)
 def _(patch: pytest.MonkeyPatch) -> None:
     def lose(self: Slots, count: int) -> None:
         for slot in list(self._aside)[:count]:
@@ -391,7 +391,7 @@ def _(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Removals, "_leave_tier", hasty)
 
 
-@breaks("a removal ends")
+@breaks("a removal ends", first=34)
 def _(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Removals, "_leave_host", lambda self, chunk: False)
 

@@ -65,8 +65,7 @@ def test_a_slow_tier_is_told_once_when_it_begins_and_once_when_it_ends() -> None
             rig.end(growth)
     busy(rig, 4.0)
     for _ in range(round(SLOW_PAUSE) + 10):
-        for move in list(rig.moves):
-            rig.end(move)
+        rig.end_all()
         rig.step(0.4)
     for _ in range(round(SLOW_PAUSE) * 3):
         rig.step(0.4)

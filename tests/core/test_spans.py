@@ -17,8 +17,7 @@ def traced(rig: Rig) -> Rig:
 
 def test_nothing_is_kept_unless_it_is_wanted() -> None:
     rig = Rig(rows=8, on=[KEYS])
-    assert rig.ask(KEYS) is None
-    rig.step()
+    rig.begin(KEYS)
     assert rig.core._spans.take() == []
 
 
@@ -95,8 +94,7 @@ def test_a_copy_to_a_slower_tier_is_for_nobody_in_particular() -> None:
     rig = traced(Rig(rows=8, on=[[]]))
     rig.put(KEYS, "r")
     (move,) = rig.step()
-    rig.end(move)
-    rig.step()
+    rig.finish(move)
     assert rig.core._spans.take() == [
         SpanBegin(SpanKind.CASCADE, move.id, 100.0, 4, None, 0),
         SpanEnd(SpanKind.CASCADE, move.id, 100.0, 4),

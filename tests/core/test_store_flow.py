@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Callable
 
 import pytest
 
@@ -13,8 +14,7 @@ from tests.core.rig import Rig, chain
 def test_a_store_is_granted_in_prefix_order_with_a_row_for_each_key() -> None:
     rig = Rig(rows=8)
     keys = chain("a", 5)
-    grant = rig.core.prepare_store(keys, "w")
-    assert grant is not None
+    grant = rig.granted(keys, "w")
     assert grant.keys == keys
     assert len(set(grant.rows)) == 5
     assert grant.evicted == []
@@ -22,14 +22,14 @@ def test_a_store_is_granted_in_prefix_order_with_a_row_for_each_key() -> None:
 
 def test_a_store_that_is_offered_again_and_again_counts_as_one_deferred_store() -> None:
     rig = Rig(rows=4)
-    assert rig.core.prepare_store(chain("a", 4), "fills") is not None
+    rig.granted(chain("a", 4), "fills")
     for _ in range(5):
         assert rig.core.prepare_store(chain("b", 2), "waits") is None
         rig.step(0.01)
     assert rig.stats.stores_deferred == 1
     rig.core.complete_store(chain("a", 4), "fills")
     rig.settle()
-    assert rig.core.prepare_store(chain("b", 2), "waits") is not None
+    rig.granted(chain("b", 2), "waits")
     assert rig.stats.stores_deferred == 1
 
 
@@ -38,8 +38,7 @@ def test_a_store_evicts_and_says_whom() -> None:
     old, new = chain("a", 4), chain("b", 2)
     rig.put(old)
     rig.step()
-    grant = rig.core.prepare_store(new, "w")
-    assert grant is not None
+    grant = rig.granted(new, "w")
     assert grant.evicted == [old[3], old[2]], "a chain is shed from its end"
 
 
@@ -53,13 +52,11 @@ def test_no_policy_of_host_memory_keeps_new_chunks_from_the_disk(policy: str) ->
         rig.settle()
         request = f"r{number}"
         assert rig.resolve(hot, request) == 24
-        rig.load(hot, request)
-        rig.core.complete_load(hot, request)
+        rig.use(hot, request)
         rig.core.on_request_finished(request)
         rig.settle()
         new = chain(f"new{number}", 24)
-        rig.put(new, f"w{number}")
-        rig.settle()
+        rig.store(new, f"w{number}")
         assert [key for key in new if key in rig.owned().entries] == new
 
 
@@ -86,8 +83,7 @@ def test_a_prompt_that_outgrows_host_memory_keeps_its_head(policy: str, alone: b
             keys, request = chain("a", length), f"r{length}"
             found = rig.ask(keys, request)
             assert found == min(before, rows)
-            rig.load(keys[:found], request)
-            rig.core.complete_load(keys[:found], request)
+            rig.use(keys[:found], request)
             settle()
             grant = rig.core.prepare_store(keys, request)
             if grant is None:
@@ -105,8 +101,7 @@ def test_a_store_does_not_evict_the_chunks_of_its_own_chain() -> None:
     rig.put(keys[:3])
     rig.put(others)
     rig.step()
-    grant = rig.core.prepare_store(keys, "w")
-    assert grant is not None
+    grant = rig.granted(keys, "w")
     assert grant.keys == keys[3:4]
     assert grant.evicted == others
 
@@ -119,8 +114,7 @@ def test_a_store_is_deferred_once_while_room_is_on_its_way_then_gets_what_fits(s
     rig.load(busy, "r")
     assert rig.core.prepare_store(keys, stores) is None
     rig.step()
-    grant = rig.core.prepare_store(keys, stores)
-    assert grant is not None
+    grant = rig.granted(keys, stores)
     assert grant.keys == keys[:2]
     assert rig.stats.stores_deferred == 1
 
@@ -133,8 +127,7 @@ def test_a_store_that_was_deferred_gets_everything_once_the_room_is_there() -> N
     assert rig.core.prepare_store(keys, "w") is None
     rig.core.complete_load(busy, "r")
     rig.step()
-    grant = rig.core.prepare_store(keys, "w")
-    assert grant is not None
+    grant = rig.granted(keys, "w")
     assert grant.keys == keys
     assert rig.core._requests["w"].store_deferred is False
 
@@ -146,8 +139,7 @@ def test_a_store_offered_again_leaves_what_its_request_waits_for_meanwhile() -> 
     rig.put(busy)
     rig.load(busy)
     assert rig.core.prepare_store(keys, "both") is None
-    assert rig.ask(here, "both") is None
-    rig.step()
+    rig.begin(here, "both")
     assert rig.core._requests["both"].leases
     rig.core.prepare_store(keys, "both")
     assert rig.core._requests["both"].leases, "the wait goes on"
@@ -159,13 +151,11 @@ def test_a_store_offered_again_leaves_what_its_request_waits_for_meanwhile() -> 
 def test_what_was_looked_up_while_a_store_waited_is_over_when_it_is_granted(decided: bool) -> None:
     busy, here, keys = chain("busy", 4), chain("a", 2), chain("b", 2)
     rig = Rig(rows=4, on=(here,))
-    rig.put(busy)
-    rig.settle()
+    rig.store(busy)
     rig.load(busy)
     assert rig.core.prepare_store(keys, "both") is None
     rig.step()
-    assert rig.ask(here, "both") is None
-    rig.step()
+    rig.begin(here, "both")
     if decided:
         rig.core.on_request_decided("both", loads=False)
     else:
@@ -173,8 +163,7 @@ def test_what_was_looked_up_while_a_store_waited_is_over_when_it_is_granted(deci
         assert rig.ask(here, "both") == 0, "the deadline"
     rig.core.complete_load(busy, "r")
     rig.step()
-    grant = rig.core.prepare_store(keys, "both")
-    assert grant is not None
+    grant = rig.granted(keys, "both")
     rig.core.complete_store(grant.keys, "both")
     rig.settle()
     assert rig.resolve(here, "both") == 2
@@ -184,8 +173,7 @@ def test_a_store_does_not_wait_for_what_its_request_looked_up_and_does_not_load(
     here, keys = chain("a", 4), chain("b", 4)
     rig = Rig(rows=4, on=(here,), lease=10.0)
     busy = chain("busy", 4)
-    rig.put(busy)
-    rig.settle()
+    rig.store(busy)
     rig.load(busy)
     assert rig.core.prepare_store(keys, "both") is None
     rig.core.complete_load(busy, "r")
@@ -196,8 +184,7 @@ def test_a_store_does_not_wait_for_what_its_request_looked_up_and_does_not_load(
     assert rig.core._requests["both"].leases
     assert rig.core.prepare_store(keys, "both") is None, "it may be about to load"
     rig.wait(0.5)
-    grant = rig.core.prepare_store(keys, "both")
-    assert grant is not None
+    grant = rig.granted(keys, "both")
     assert len(grant.keys) > 0
 
 
@@ -231,8 +218,7 @@ def test_a_store_is_never_refused_while_every_row_is_busy(length: int) -> None:
         rig.step(1.0)
     rig.core.complete_load(busy, "r")
     rig.step()
-    grant = rig.core.prepare_store(keys, "w")
-    assert grant is not None
+    grant = rig.granted(keys, "w")
     assert grant.keys == keys[:4]
     assert rig.stats.chunks_refused == max(0, length - 4)
 
@@ -240,7 +226,7 @@ def test_a_store_is_never_refused_while_every_row_is_busy(length: int) -> None:
 def test_a_chunk_being_stored_belongs_to_the_store_until_it_is_complete() -> None:
     rig = Rig(rows=2, on=())
     keys = chain("a", 2)
-    assert rig.core.prepare_store(keys, "w") is not None
+    rig.granted(keys, "w")
     rig.core.on_request_finished("w")
     rig.wait(60, each=1.0)
     assert rig.core.prepare_store(chain("b", 1), "other") is None
@@ -253,7 +239,7 @@ def test_the_end_of_a_store_that_nobody_began_is_counted_and_harmless() -> None:
     rig = Rig(rows=4)
     keys = chain("a", 2)
     rig.core.complete_store(keys, "w")
-    assert rig.core.prepare_store(keys, "w") is not None
+    rig.granted(keys, "w")
     rig.core.complete_store(keys, "another")
     assert rig.ask(keys) is None, "it is still being written"
     rig.core.complete_store(keys, "w")
@@ -305,8 +291,7 @@ def test_two_loads_of_one_request_each_hold_their_pins() -> None:
     keys = chain("a", 2)
     rig.put(keys)
     rig.load(keys)
-    rig.load(keys)
-    rig.core.complete_load(keys, "r")
+    rig.use(keys)
     assert rig.core._pool.busy == 2
     rig.core.complete_load(keys, "r")
     assert rig.core._pool.busy == 0
@@ -325,13 +310,19 @@ def test_a_load_may_name_a_key_twice_and_end_with_a_set() -> None:
     assert rig.stats.stray == 0
 
 
-def test_what_is_used_stays_longer() -> None:
+@pytest.mark.parametrize(
+    "use",
+    [lambda rig, keys: rig.core.touch(keys), Rig.use, Rig.put],
+    ids=["touched", "loaded", "offered again"],
+)
+def test_what_is_used_stays_longer(use: Callable[[Rig, list[bytes]], None]) -> None:
     rig = Rig(rows=4, on=())
     old, young = chain("a", 2), chain("b", 2)
     rig.put(old)
     rig.put(young)
     rig.step()
-    rig.core.touch(old)
+    use(rig, old)
+    rig.step()
     rig.put(chain("c", 2))
     assert [rig.in_host(key) for key in old + young] == [True, True, False, False]
 
@@ -342,37 +333,12 @@ def test_touching_what_is_nowhere_is_harmless() -> None:
     assert list(rig.core.tiers[0].index.policy.order()) == [chain("t", 2)[1], chain("t", 2)[0]]
 
 
-def test_what_is_loaded_was_used() -> None:
-    rig = Rig(rows=4, on=[chain("a", 2)])
-    old, young = chain("a", 2), chain("b", 2)
-    rig.put(old)
-    rig.put(young)
-    rig.settle()
-    rig.load(old)
-    rig.core.complete_load(old, "r")
-    rig.put(chain("c", 2))
-    assert [rig.in_host(key) for key in old + young] == [True, True, False, False]
-
-
-def test_what_is_offered_again_was_used() -> None:
-    rig = Rig(rows=4, on=())
-    old, young = chain("a", 2), chain("b", 2)
-    rig.put(old)
-    rig.put(young)
-    rig.step()
-    rig.put(old)
-    rig.step()
-    rig.put(chain("c", 2))
-    assert [rig.in_host(key) for key in old + young] == [True, True, False, False]
-
-
 def test_a_store_that_can_never_fit_whole_is_not_deferred() -> None:
     rig = Rig(rows=4, on=())
     busy, keys = chain("busy", 2), chain("a", 9)
     rig.put(busy)
     rig.load(busy)
-    grant = rig.core.prepare_store(keys, "w")
-    assert grant is not None
+    grant = rig.granted(keys, "w")
     assert grant.keys == keys[:2]
 
 
@@ -388,20 +354,16 @@ def test_a_store_is_deferred_once_while_chunks_wait_for_their_copies() -> None:
 def test_everything_is_counted() -> None:
     cold = chain("cold", 3)
     rig = Rig(rows=8, on=[cold])
-    rig.put(chain("a", 2))
-    rig.settle()
+    rig.store(chain("a", 2))
     assert rig.ask([*chain("a", 2), b"unknown"], "r0") == 2
     rig.load(chain("a", 2), "r0")
-    assert rig.ask(cold) is None
-    rig.step()
-    rig.end(rig.promotion, failed=cold[2:])
-    rig.step()
+    rig.begin(cold)
+    rig.arrive(failed=cold[2:])
     assert rig.ask(cold) == 2
     rig.load(cold[:2])
     rig.put(chain("b", 2))
     (move,) = rig.step()
-    rig.end(move, failed=chain("b", 1))
-    rig.step()
+    rig.finish(move, failed=chain("b", 1))
     stats = rig.stats
     assert (stats.misses, stats.loaded, stats.stored) == (2, 4, 4)
     assert stats.loaded_from == {"host": 2, "disk": 2}

@@ -149,12 +149,11 @@ def test_a_policy_that_cuts_a_prompt_cuts_what_is_here_of_it_from_its_end() -> N
     policy = Scripted(9)
     rig = Rig(rows=9, on=(), policy=policy)
     rig.put([*keys[:2], *keys[4:], *chain("other", 3)])
-    assert rig.core.prepare_store(chain("busy", 1), "busy") is not None
+    rig.granted(chain("busy", 1), "busy")
     rig.step()
     # For the fourth chunk the policy gives up the last one, and then the fourth for the third.
     policy.script = [keys[6], keys[3]]
-    grant = rig.core.prepare_store(keys, "w")
-    assert grant is not None
+    grant = rig.granted(keys, "w")
     assert grant.keys == keys[2:4]
     assert grant.evicted == [keys[6], keys[5]]
     assert [key in rig.core._pool.chunks for key in keys] == [True] * 5 + [False] * 2
@@ -183,8 +182,7 @@ def test_the_pool_knows_exactly_how_many_chunks_answered_in_this_step() -> None:
             elif roll < 0.6:
                 rig.flush()
             elif roll < 0.8:
-                for move in list(rig.moves):
-                    rig.end(move)
+                rig.end_all()
                 rig.step(0.01)
             else:
                 grant = rig.core.prepare_store(prompt, "w")
@@ -204,8 +202,7 @@ def test_a_prompt_with_a_hole_that_does_not_fit_keeps_its_head_and_what_fills_th
     keys = chain("p", 7)
     rig.put(keys[2:5])
     rig.step()
-    grant = rig.core.prepare_store(keys, "w")
-    assert grant is not None
+    grant = rig.granted(keys, "w")
     assert grant.keys == keys[:2]
     assert [rig.in_host(key) for key in keys[2:]] == [True, True, True, False, False]
 
@@ -220,14 +217,13 @@ def test_the_end_of_a_prompt_waits_for_rows_in_use_rather_than_is_declined(
     keys = chain("p", 7)
     rig.put(keys[: 9 - busy])
     others = chain("other", busy)
-    assert rig.core.prepare_store(others, "busy") is not None
+    rig.granted(others, "busy")
     rig.step()
     for _ in range(3):
         assert rig.core.prepare_store(keys, "w", patient=True) is None
         rig.step()
     rig.core.complete_store(others, "busy")
-    grant = rig.core.prepare_store(keys, "w", patient=True)
-    assert grant is not None
+    grant = rig.granted(keys, "w", patient=True)
     assert grant.keys == keys[9 - busy :]
     assert not grant.declined
     assert rig.stats.chunks_refused == 0
@@ -238,10 +234,9 @@ def test_a_server_need_not_wait_for_that(policy: str) -> None:
     rig = rig_of(policy, 9)
     keys = chain("p", 7)
     rig.put(keys[:4])
-    assert rig.core.prepare_store(chain("other", 5), "busy") is not None
+    rig.granted(chain("other", 5), "busy")
     rig.step()
-    grant = rig.core.prepare_store(keys, "w")
-    assert grant is not None
+    grant = rig.granted(keys, "w")
     assert not grant.keys
 
 
@@ -257,8 +252,7 @@ def test_a_prompt_that_will_never_fit_is_not_waited_for(policy: str, pinned: int
     assert rig.ask(keys[:1], "l") == 1
     rig.load(keys[:1], "l")
     rig.step()
-    grant = rig.core.prepare_store(keys[: 9 - pinned], "w", patient=True)
-    assert grant is not None
+    grant = rig.granted(keys[: 9 - pinned], "w", patient=True)
     assert not grant.keys
 
 
@@ -279,8 +273,7 @@ def test_what_is_missing_of_a_prompt_takes_rows_of_its_end_without_waiting(
     assert rig.ask(others, "l") == 4
     rig.load(others, "l")
     rig.step()
-    grant = rig.core.prepare_store(keys, "w", patient=True)
-    assert grant is not None
+    grant = rig.granted(keys, "w", patient=True)
     here = [key in rig.core._pool.chunks for key in keys]
     assert here == [number < first for number in range(len(keys))]
     assert not grant.declined

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
-
 import pytest
 
 from kvstore.core import HostPool
@@ -11,7 +9,7 @@ from kvstore.core.promotion import Grants
 from kvstore.policies.lru import LRU
 from kvstore.policies.shares import Share, Shares, tenant_keys
 from kvstore.policies.tenants import Tenants
-from kvstore.types import Move, Op
+from kvstore.types import Op
 from tests.core.rig import Rig, chain
 
 SHARES = Shares({"a": Share(guaranteed=0.5), "b": Share(guaranteed=0.5)}, partitions=1)
@@ -33,13 +31,11 @@ def coming(rig: Rig) -> list[bytes]:
 def wait_for_own_rows(rig: Rig, loaded: list[bytes], wanted: list[bytes]) -> None:
     """The device reads all rows of `a`, which wants more; both tenants have filled their shares."""
     rig.put(keys_of("b", "y", 4))
-    assert rig.ask(loaded, "loads") is None
-    rig.step()
+    rig.begin(loaded, "loads")
     rig.settle()
     assert rig.ask(loaded, "loads") == 4
     rig.core.prepare_load(loaded, "loads")
-    assert rig.ask(wanted, "waits") is None
-    rig.step()
+    rig.begin(wanted, "waits")
 
 
 def test_one_that_waits_for_its_own_rows_keeps_nobody_else_waiting() -> None:
@@ -51,8 +47,7 @@ def test_one_that_waits_for_its_own_rows_keeps_nobody_else_waiting() -> None:
     rig = rig_of(8, loaded, wanted, other)
     wait_for_own_rows(rig, loaded, wanted)
     assert rig.ask(wanted, "waits") is None
-    assert rig.ask(other, "other") is None
-    rig.step()
+    rig.begin(other, "other")
     assert coming(rig) == other
     grant = rig.core.prepare_store(keys_of("a", "new", 1), "stores")
     assert grant is None, "its own rows are waited for"
@@ -63,8 +58,7 @@ def test_a_store_is_not_kept_waiting_by_another_tenants_prefix() -> None:
     rig = rig_of(8, loaded, wanted)
     wait_for_own_rows(rig, loaded, wanted)
     new = keys_of("b", "new", 4)
-    grant = rig.core.prepare_store(new, "stores")
-    assert grant is not None
+    grant = rig.granted(new, "stores")
     assert grant.keys == new
 
 
@@ -98,14 +92,6 @@ def test_a_prefix_larger_than_a_share_is_answered_with_what_fits() -> None:
     assert rig.stats.timeouts == 0
 
 
-def steps(rig: Rig, seconds: float, each: float = 0.1) -> None:
-    """Steps in which every move ends well."""
-    for _ in range(round(seconds / each)):
-        rig.step(each)
-        for move in list(rig.moves):
-            rig.end(move)
-
-
 def tenants_of(capacity: int, **shares: Share) -> Tenants:
     return Tenants(capacity, LRU, Shares(shares, partitions=2), lambda: 0.0)
 
@@ -123,12 +109,12 @@ def test_copies_for_which_a_tenant_gets_no_place_keep_nobody_else_waiting() -> N
     # What `c` has on disk cannot leave.
     rig.core.pin(keys_of("c", "old", 2), rig.now + 1000, host=False)
     rig.put(keys_of("c", "new", 70))
-    steps(rig, 1.0)
+    rig.run(1.0)
     for number in range(20):
         new = keys_of("ab"[number % 2], f"new{number}", 2)
         rig.put(new, f"{number}")
         rig.core.on_request_finished(f"{number}")
-        steps(rig, 0.5)
+        rig.run(0.5)
         assert not rig.core.tiers[0].index.lacks(new[0])
     assert sum(key in rig.core.tiers[0].entries for key in keys_of("c", "old", 2)) == 2
 
@@ -153,19 +139,18 @@ def test_host_memory_that_is_made_smaller_keeps_parts_of_what_is_left() -> None:
     )
     rig.put(keys_of("a", "old", 32))
     rig.put(keys_of("b", "old", 32))
-    steps(rig, 1.0)
+    rig.run(1.0)
     rig.core.limit_rows(20)
-    steps(rig, 20.0)
+    rig.run(20.0)
     assert rig.stats.rows == 20
     told = rig.stats.tenants
     assert told["a"].host_chunks >= 10
     assert told["b"].host_chunks >= 8
     for tenant in ("a", "b", "c"):
-        grant = rig.core.prepare_store(keys_of(tenant, "new", 1), tenant)
-        assert grant is not None
+        grant = rig.granted(keys_of(tenant, "new", 1), tenant)
         assert len(grant.keys) == 1
         rig.core.complete_store(grant.keys, tenant)
-        steps(rig, 0.5)
+        rig.run(0.5)
 
 
 def test_what_is_beyond_a_maximum_and_may_not_leave_costs_nobody_else_a_chunk() -> None:
@@ -178,17 +163,17 @@ def test_what_is_beyond_a_maximum_and_may_not_leave_costs_nobody_else_a_chunk() 
         tier_policy=tenants_of(64, **shares),
     )
     rig.put(keys_of("b", "host", 12))
-    steps(rig, 1.0)
+    rig.run(1.0)
     mine = keys_of("m", "m", 28)
     rig.core.pin(mine, rig.now + 1000)
     rig.put(mine)
-    steps(rig, 3.0)
+    rig.run(3.0)
     told = rig.stats.tenants
     assert told["m"].host_chunks > 16
     assert told["b"].host_chunks == 12
     assert told["b"].tier_chunks == 32
     rig.core.unpin(mine)
-    steps(rig, 3.0)
+    rig.run(3.0)
     assert rig.stats.tenants["m"].host_chunks == 16
     assert rig.stats.tenants["m"].tier_chunks == 16
     assert rig.stats.tenants["b"].host_chunks == 12
@@ -205,16 +190,16 @@ def test_chunks_that_are_fetched_ahead_give_way_to_who_has_less() -> None:
         tier_policy=LRU(64),
     )
     rig.put(keys_of("b", "b", 16))
-    steps(rig, 1.0)
+    rig.run(1.0)
     rig.core.on_new_request("queued")
     rig.core.on_request_queued("queued", queued)
-    steps(rig, 1.0, 0.02)
+    rig.run(1.0, 0.02)
     rig.put(keys_of("b", "more", 8))
     for _ in range(10):
         found = rig.ask(asked, "asks")
         if found is not None:
             break
-        steps(rig, 0.1)
+        rig.run(0.1)
     assert found == 8
 
 
@@ -232,18 +217,18 @@ def test_what_one_wants_to_have_fetched_keeps_nobody_else_waiting() -> None:
         mine = keys_of("c", "mine", 3)
         rig.put(mine)
         rig.put(keys_of("a", "old", 29))
-        steps(rig, 1.0)
+        rig.run(1.0)
         rig.core.pin(mine, rig.now + 1000)
         for keys, name in ((hopeless, "c"), (wanted, "a")):
             if fetch == "prefetch":
                 rig.core.prefetch(keys)
             else:
                 rig.core.on_request_queued(name, keys)
-        steps(rig, 3.0)
+        rig.run(3.0)
         if fetch == "prefetch":
             # The first ones were as many as may wait.
             rig.core.prefetch(wanted)
-            steps(rig, 3.0)
+            rig.run(3.0)
         assert all(rig.in_host(key) for key in wanted), fetch
 
 
@@ -256,7 +241,7 @@ def test_shares_hold_while_a_policy_is_replaced() -> None:
     )
     rig.put(keys_of("a", "old", 1800))
     rig.put(keys_of("m", "old", 2296))
-    steps(rig, 3.0)
+    rig.run(3.0)
     rig.core.set_policy(None, tenants_of(4096, a=Share(), m=Share()))
     number = stored = 0
     while rig.core.changing:
@@ -266,7 +251,7 @@ def test_shares_hold_while_a_policy_is_replaced() -> None:
         if grant is not None:
             stored += len(grant.keys)
             rig.core.complete_store(grant.keys, "stores")
-        steps(rig, 0.1)
+        rig.run(0.1)
         assert rig.stats.tenants["a"].host_chunks == 1800
     assert stored > 64
 
@@ -298,8 +283,7 @@ def test_a_store_of_more_than_there_is_room_for_gets_what_fits(offered: int) -> 
     while rig.core.unsaved:
         rig.step(0.1)
         rig.settle()
-    grant = rig.core.prepare_store(keys_of("b", "new", offered), "s")
-    assert grant is not None
+    grant = rig.granted(keys_of("b", "new", offered), "s")
     assert len(grant.rows) == 4
 
 
@@ -318,8 +302,7 @@ def test_a_small_tier_that_is_full_of_others_gets_chunks_too(slots: int, more: i
         rig.core.touch([key])
     keys = keys_of("b", "new", slots + more)
     for key in keys:
-        grant = rig.core.prepare_store([key], "s")
-        assert grant is not None
+        grant = rig.granted([key], "s")
         rig.core.complete_store(set(grant.keys), "s")
         rig.core.on_request_finished("s")
     for _ in range(50):
@@ -329,24 +312,14 @@ def test_a_small_tier_that_is_full_of_others_gets_chunks_too(slots: int, more: i
     assert any(key in rig.owned().entries for key in keys)
 
 
-def step_on(rig: Rig, seconds: float, *, but: Collection[Move] = ()) -> None:
-    """Let time pass; all moves end but these."""
-    until = rig.now + seconds
-    while rig.now < until:
-        rig.step(0.1)
-        for move in list(rig.moves):
-            if move not in but:
-                rig.end(move)
-
-
 def test_one_that_names_much_to_be_fetched_leaves_room_in_the_line() -> None:
     much, little = keys_of("a", "much", 40), keys_of("b", "x", 4)
     rig = rig_of(16, much, little)
     assert rig.core.prefetch(much) == 8
     assert rig.core.prefetch(little) == 4
-    step_on(rig, 2)
+    rig.run(2)
     assert all(map(rig.in_host, little))
-    step_on(rig, 20)
+    rig.run(20)
     assert not rig.core.is_prefetching()
 
 
@@ -362,7 +335,7 @@ def test_what_is_fetched_ahead_waits_for_no_request_of_another(queued: bool) -> 
         assert rig.core.prefetch(other) == 4
     for _ in range(6):
         assert rig.ask(wanted, "waits") is None
-        step_on(rig, 0.1)
+        rig.run(0.1)
     assert sum(map(rig.in_host, other)) >= 2
 
 
@@ -371,7 +344,7 @@ def test_what_finds_no_row_at_once_is_fetched_when_there_is_one() -> None:
     rig = rig_of(16, wanted)
     rig.put(keys_of("b", "y", 16))  # Copies of these are under way.
     assert rig.core.prefetch(wanted) == 4
-    step_on(rig, 1)
+    rig.run(1)
     assert all(map(rig.in_host, wanted))
 
 
@@ -382,7 +355,7 @@ def test_queued_requests_of_one_leave_to_those_of_another_what_is_theirs() -> No
     for number, keys in enumerate(many):
         rig.core.on_request_queued(f"a{number}", keys)
     rig.core.on_request_queued("b", one)
-    step_on(rig, 5)
+    rig.run(5)
     assert all(map(rig.in_host, one))
 
 
@@ -392,11 +365,11 @@ def test_stores_of_who_has_its_part_end_no_lease_of_another() -> None:
     rig.put(keys_of("a", "y", 9))
     rig.put(keys_of("b", "y", 3))
     rig.core.on_request_queued("queued", queued)
-    step_on(rig, 3)
+    rig.run(3)
     assert len(rig.core._requests["queued"].leases) == 4
     for number in range(20):
         rig.put(keys_of("a", f"new {number}", 2))
-        step_on(rig, 0.1)
+        rig.run(0.1)
     assert rig.stats.gave_way == 0
     assert len(rig.core._requests["queued"].leases) == 4
 
@@ -414,8 +387,7 @@ def test_a_request_waits_no_longer_because_others_are_busy() -> None:
             deadline=1.0,
             max_wait=10.0,
         )
-        assert rig.ask(loaded, "loads") is None
-        rig.step()
+        rig.begin(loaded, "loads")
         rig.settle()
         assert rig.ask(loaded, "loads") == 4
         rig.core.prepare_load(loaded, "loads")
@@ -429,7 +401,7 @@ def test_a_request_waits_no_longer_because_others_are_busy() -> None:
                 rig.core.prepare_load(mine, f"busy {number}")
                 rig.core.complete_load(mine, f"busy {number}")
                 rig.core.on_request_finished(f"busy {number}")
-            step_on(rig, 0.1)
+            rig.run(0.1)
         return rig.now - began
 
     assert waited(busy=True) <= waited(busy=False) + 0.5 < 3
@@ -466,8 +438,7 @@ def test_a_prefetch_that_has_no_turn_is_not_over(monkeypatch: pytest.MonkeyPatch
 def test_a_prefetch_is_over_where_others_may_have_its_rows_for_good() -> None:
     wanted, loaded = keys_of("b", "x", 4), keys_of("a", "y", 16)
     rig = rig_of(16, wanted)
-    rig.put(loaded)
-    rig.settle()
+    rig.store(loaded)
     assert rig.ask(loaded, "loads") == 16
     rig.core.prepare_load(loaded, "loads")
     assert rig.core.prefetch(wanted) == 4

@@ -12,10 +12,8 @@ from tests.core.rig import Rig, chain
 
 
 def fail_once(rig: Rig, keys: list[bytes], request: str, unread: bool = True) -> None:
-    assert rig.ask(keys, request) is None
-    rig.step()
-    rig.end(rig.promotion, failed=keys, unread=keys if unread else ())
-    rig.step()
+    rig.begin(keys, request)
+    rig.arrive(failed=keys, unread=keys if unread else ())
     assert rig.ask(keys, request) == 0, "a miss for who asked"
     rig.core.on_request_finished(request)
     rig.step()
@@ -40,10 +38,8 @@ def test_damage_is_forgotten_at_once() -> None:
 def test_of_a_move_only_the_damaged_are_forgotten() -> None:
     keys = chain("a", 3)
     rig = Rig(rows=8, on=[keys])
-    assert rig.ask(keys) is None
-    rig.step()
-    rig.end(rig.promotion, failed=keys[1:], unread=keys[2:])
-    rig.step()
+    rig.begin(keys)
+    rig.arrive(failed=keys[1:], unread=keys[2:])
     assert set(rig.core.tiers[0].entries) == {keys[0], keys[2]}
 
 
@@ -67,8 +63,7 @@ def test_reads_in_between_that_go_well_make_the_count_begin_anew() -> None:
             assert rig.resolve(keys, "well") == 1
             rig.core.on_request_finished("well")
             rig.step()
-            rig.put(chain("b", 1))
-            rig.settle()
+            rig.store(chain("b", 1))
     assert rig.core.tiers[0].entries
 
 
@@ -92,12 +87,10 @@ def test_what_is_lost_while_it_is_read_is_forgotten_once_that_has_failed() -> No
     keys = chain("a", 2)
     rig = Rig(rows=8, on=[keys])
     free = rig.stats.tiers[0].free
-    assert rig.ask(keys) is None
-    rig.step()
+    rig.begin(keys)
     lose(rig, dict(rig.core.tiers[0].entries))
     assert rig.stats.tiers[0].free == free, "what is being read is not written to"
-    rig.end(rig.promotion, failed=keys[1:], unread=keys[1:])
-    rig.step()
+    rig.arrive(failed=keys[1:], unread=keys[1:])
     assert set(rig.core.tiers[0].entries) == {keys[0]}
     assert rig.stats.tiers[0].free == free + 1
     assert not rig.core.tiers[0].index._unread

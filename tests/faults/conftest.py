@@ -72,7 +72,7 @@ def mount(tmp_path: Path) -> Iterator[Callable[..., Path]]:
         subprocess.run(["umount", "-l", place], capture_output=True)
 
 
-DEVICE_BYTES = {"ext4": 16 * 2**20, "xfs": 300 * 2**20}
+DEVICE_BYTES = {"ext4": 16 * 2**20, "xfs": 300 * 2**20, "btrfs": 300 * 2**20}
 
 IOC_SHUTDOWN = 0x8004587D
 """The GOINGDOWN call, the same of both."""

@@ -9,10 +9,10 @@ import subprocess
 import sys
 import textwrap
 import threading
-from collections.abc import Awaitable, Callable, Collection, Sequence
+from collections.abc import Awaitable, Callable, Collection, Coroutine, Sequence
 from contextlib import AbstractAsyncContextManager
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import pytest
 
@@ -67,12 +67,35 @@ def small(path: Path, rows: int = 8, disk: int = 0, **more: Any) -> dict[str, An
     }
 
 
+T = TypeVar("T")
 Open = Callable[..., AbstractAsyncContextManager[Store]]
 
 
 async def contents(store: Store, keys: Sequence[bytes]) -> list[bytes]:
     async with store.get(keys) as chunks:
         return [bytes(chunk) for chunk in chunks]
+
+
+async def filled(store: Store, prompt: str, count: int) -> list[bytes]:
+    """Put so many chunks of a prompt, for which there is room; returns their keys."""
+    keys = keys_of(prompt, count)
+    assert await store.put(keys, payloads(keys)) == count
+    return keys
+
+
+async def on_disk(open_store: Open, *prompts: Sequence[bytes], **config: Any) -> None:
+    """Leave chunks on disk, and nothing in host memory."""
+    async with open_store(**{"rows": 64, "disk": 256, **config}) as store:
+        for keys in prompts:
+            assert await store.put(keys, payloads(keys), durable=True) == len(keys)
+
+
+async def waits(call: Coroutine[Any, Any, T], seconds: float = 0.05) -> asyncio.Task[T]:
+    """Begin a call that cannot end yet; it does not within these seconds."""
+    task = asyncio.create_task(call)
+    await asyncio.sleep(seconds)
+    assert not task.done()
+    return task
 
 
 def busy(store: Store) -> int:

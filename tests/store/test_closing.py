@@ -26,9 +26,11 @@ from tests.store.support import (
     Open,
     cancel,
     contents,
+    filled,
     hold,
     hurry,
     keys_of,
+    on_disk,
     payloads,
     program,
     slow,
@@ -98,8 +100,7 @@ async def test_a_task_that_is_cancelled_while_its_store_is_in_use_and_again_whil
     inside = asyncio.Event()
 
     async def use() -> None:
-        async with open_store(disk=32) as store:
-            await store.put(KEYS, payloads(KEYS))
+        async with open_store(disk=32, holds=KEYS):
             inside.set()
             await asyncio.sleep(TOO_LONG)
 
@@ -121,8 +122,7 @@ async def test_what_was_stored_on_disk_before_a_cancelled_close_is_found(
     on_disk = asyncio.Event()
 
     async def use() -> None:
-        async with open_store(disk=32) as store:
-            await store.put(KEYS, payloads(KEYS))
+        async with open_store(disk=32, holds=KEYS) as store:
             assert await store.flush()
             on_disk.set()
             await asyncio.sleep(TOO_LONG)
@@ -162,8 +162,7 @@ async def test_a_put_that_a_close_may_not_wait_for_says_so(
         await real(*arguments)
 
     async with open_store(rows=16, disk=32) as store:
-        others = keys_of("others", 4)
-        await store.put(others, payloads(others))
+        others = await filled(store, "others", 4)
         monkeypatch.setattr(put, "run_copy", held)
         putting = [] if later else [asyncio.create_task(store.put(KEYS, payloads(KEYS)))]
         if not later:
@@ -205,8 +204,7 @@ def begin_call(store: Store, what: str) -> asyncio.Future[Any]:
 async def test_a_call_that_is_cancelled_leaves_a_store_that_works(
     open_store: Open, monkeypatch: pytest.MonkeyPatch, what: str
 ) -> None:
-    async with open_store(disk=32, rows=8) as store:
-        await store.put(KEYS, payloads(KEYS))
+    async with open_store(disk=32, rows=8, holds=KEYS) as store:
         await store.flush()
         gates = await stop_the_disk(store, monkeypatch)
         running = begin_call(store, what)
@@ -229,8 +227,7 @@ async def test_a_call_that_is_cancelled_leaves_a_store_that_works(
 async def test_a_call_that_is_cancelled_just_as_it_is_woken_ends(
     open_store: Open, monkeypatch: pytest.MonkeyPatch, what: str
 ) -> None:
-    async with open_store(disk=32, rows=8) as store:
-        await store.put(KEYS, payloads(KEYS))
+    async with open_store(disk=32, rows=8, holds=KEYS) as store:
         await store.flush()
         await store.put(keys_of("wide", 8), payloads(keys_of("wide", 8)))
         # While the disk stands still a put waits for room for that long.
@@ -372,8 +369,7 @@ async def test_the_order_of_what_is_on_disk_is_not_put_together_on_the_callers_l
 
     monkeypatch.setattr(LRU, "order", order)
     keys = keys_of("a", 6)
-    async with open_store(rows=8, disk=64) as store:
-        await store.put(keys, payloads(keys))
+    await on_disk(open_store, keys, rows=8, disk=64)
     assert threads
     assert threading.current_thread().name not in threads
 
@@ -389,8 +385,7 @@ async def test_moves_that_are_cancelled_with_their_loop_hold_no_call_up(
     open_store: Open, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     gate = hold(monkeypatch, "write")
-    async with open_store(disk=32) as store:
-        await store.put(KEYS, payloads(KEYS))
+    async with open_store(disk=32, holds=KEYS) as store:
         await until_async(lambda: bool(store._core.targets[0].index.writing))
         cancel_others()
         await asyncio.sleep(0)
@@ -400,8 +395,7 @@ async def test_moves_that_are_cancelled_with_their_loop_hold_no_call_up(
             await store.put(KEYS, payloads(KEYS), durable=True, timeout=PATIENCE)
         with pytest.raises(KVStoreError, match="cancelled together with other tasks"):
             await store.remove(KEYS, timeout=PATIENCE)
-        other = keys_of("b", 1)
-        await store.put(other, payloads(other))
+        other = await filled(store, "b", 1)
         async with store.get(other) as chunks:
             assert len(chunks) == 1
             # It may wait for the lease alone.
@@ -416,8 +410,7 @@ async def test_what_is_put_after_others_were_cancelled_is_kept(
     open_store: Open, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     gate = hold(monkeypatch, "write")
-    async with open_store(disk=32, rows=16) as store:
-        await store.put(KEYS, payloads(KEYS))
+    async with open_store(disk=32, rows=16, holds=KEYS) as store:
         await until_async(lambda: bool(store._core.targets[0].index.writing))
         cancel_others()
         await asyncio.sleep(0)
@@ -432,8 +425,7 @@ async def test_a_fault_in_the_core_keeps_no_store_open(
     open_store: Open, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """As of a policy of one's own. Everything is free afterwards, see above."""
-    async with open_store(disk=32) as store:
-        await store.put(KEYS, payloads(KEYS))
+    async with open_store(disk=32, holds=KEYS):
 
         def fails(*args: object) -> None:
             raise KeyError("a fault of one's own")
@@ -458,8 +450,7 @@ async def test_all_of_a_close_together_has_its_time(
     monkeypatch.setattr(api_store, "END_SECONDS", 0.5)
     gate = hold(monkeypatch, "write")
     shutdown = TOO_LONG if hurry else 1.0
-    async with open_store(disk=32, shutdown_timeout_s=shutdown) as store:
-        await store.put(KEYS, payloads(KEYS))
+    async with open_store(disk=32, shutdown_timeout_s=shutdown, holds=KEYS) as store:
         if hurry:
             with pytest.raises(TimeoutError):
                 await store.close(timeout=0.1)

@@ -9,7 +9,7 @@ import pytest
 
 from kvstore.errors import KVStoreError
 from tests.patience import PATIENCE, until_async
-from tests.store.support import Open, contents, hold, keys_of, payloads
+from tests.store.support import Open, contents, hold, keys_of, on_disk, payloads
 
 A, B = keys_of("a", 6), keys_of("b", 4)
 
@@ -17,10 +17,8 @@ A, B = keys_of("a", 6), keys_of("b", 4)
 async def test_it_tells_of_host_memory_and_of_the_disk_and_changes_nothing(
     open_store: Open,
 ) -> None:
-    async with open_store(rows=8, disk=64, keep_events=True) as store:
-        await store.put(A[:4], payloads(A[:4]))
-    async with open_store(rows=8, disk=64, keep_events=True) as store:
-        await store.put(B[:2], payloads(B[:2]))
+    await on_disk(open_store, A[:4], rows=8, disk=64, keep_events=True)
+    async with open_store(rows=8, disk=64, keep_events=True, holds=B[:2]) as store:
         assert await store.flush(PATIENCE)
         store.take_events()
         before = asdict(store.stats())
@@ -56,8 +54,7 @@ async def test_it_is_no_use_of_a_chunk(open_store: Open) -> None:
 async def test_what_is_not_whole_does_not_count(
     open_store: Open, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async with open_store(rows=8, disk=64) as store:
-        await store.put(A, payloads(A))
+    await on_disk(open_store, A, rows=8, disk=64)
     async with open_store(rows=8, disk=64) as store:
         gate = hold(monkeypatch, "read")
         waiting = asyncio.create_task(contents(store, A))
@@ -78,8 +75,7 @@ async def test_what_is_not_whole_does_not_count(
 async def test_a_tier_that_does_not_answer_does_not_count(
     open_store: Open, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async with open_store(rows=8, disk=64) as store:
-        await store.put(A, payloads(A))
+    await on_disk(open_store, A, rows=8, disk=64)
     async with open_store(rows=8, disk=64, deadline_s=0.1) as store:
         gate = hold(monkeypatch, "read")
         assert store.contains_prefix(A) == 6
@@ -93,8 +89,7 @@ async def test_a_tier_that_does_not_answer_does_not_count(
 
 
 async def test_nothing_is_told_by_a_store_that_is_closed_or_reset(open_store: Open) -> None:
-    async with open_store(rows=8, disk=64) as store:
-        await store.put(A, payloads(A))
+    async with open_store(rows=8, disk=64, holds=A) as store:
         await store.reset()
         assert store.contains_prefix(A) == 0
     with pytest.raises(KVStoreError, match="closed"):

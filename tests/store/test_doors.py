@@ -68,8 +68,7 @@ async def unchanged(store: Store) -> None:
 
 @pytest.mark.parametrize("method", BY_KEYS)
 async def test_what_are_no_keys_is_refused(open_store: Open, method: str) -> None:
-    async with open_store() as store:
-        await store.put(KEYS, payloads(KEYS))
+    async with open_store(holds=KEYS) as store:
         for wrong in NO_KEYS.values():
             with pytest.raises(BlockKeyError, match=r"keys? must"):
                 await BY_KEYS[method](store, wrong)
@@ -92,8 +91,7 @@ async def test_other_sequences_of_keys_are_keys(open_store: Open) -> None:
 
 @pytest.mark.parametrize("wrong", [5, b"mine", ("mine",), True])
 async def test_what_is_no_name_of_a_request_is_refused(open_store: Open, wrong: Any) -> None:
-    async with open_store() as store:
-        await store.put(KEYS, payloads(KEYS))
+    async with open_store(holds=KEYS) as store:
         with pytest.raises(KVStoreError, match="request must be"):
             store.lookup_prefix(KEYS, wrong)
         with pytest.raises(KVStoreError, match="request must be"):
@@ -111,16 +109,14 @@ async def test_what_is_no_name_of_a_request_is_refused(open_store: Open, wrong: 
 
 @pytest.mark.parametrize("wrong", [5, None, CHUNK])
 async def test_what_are_no_buffers_is_refused(open_store: Open, wrong: Any) -> None:
-    async with open_store() as store:
-        await store.put(KEYS, payloads(KEYS))
+    async with open_store(holds=KEYS) as store:
         with pytest.raises(KVStoreError, match="buffers must be"):
             await store.put(keys_of("b", 2), wrong)
         await unchanged(store)
 
 
 async def test_one_buffer_instead_of_many_is_refused(open_store: Open) -> None:
-    async with open_store() as store:
-        await store.put(KEYS, payloads(KEYS))
+    async with open_store(holds=KEYS) as store:
         with pytest.raises(KVStoreError, match="a chunk must"):
             await store.put(keys_of("b", 1), payload(KEYS[0]))
         await unchanged(store)

@@ -16,7 +16,7 @@ from kvstore.errors import KVStoreError
 from kvstore.tiers.base import Transfer
 from kvstore.tiers.disk import DiskTier
 from tests.patience import PATIENCE, until_async
-from tests.store.support import Open, busy, cancel, hold, keys_of, payloads, program, small
+from tests.store.support import Open, busy, cancel, hold, keys_of, payloads, program, small, waits
 
 A, B, WIDE = keys_of("a", 6), keys_of("b", 4), keys_of("wide", 40)
 
@@ -64,9 +64,7 @@ async def test_it_waits_for_its_own_chunks_alone(
         await asyncio.sleep(0.01)
         assert await store.put(A, payloads(A), durable=True, timeout=PATIENCE) == 6
         assert not on_disk(store) & {*B}
-        waiting = asyncio.create_task(store.put(B, payloads(B), durable=True))
-        await asyncio.sleep(0.05)
-        assert not waiting.done()
+        waiting = await waits(store.put(B, payloads(B), durable=True))
         gate.set()
         assert await waiting == 4
 

@@ -18,7 +18,7 @@ from kvstore.api import store as api
 from kvstore.api.put import run_copy
 from kvstore.errors import ConfigError, KVStoreError, LeaseEndedError
 from tests.patience import PATIENCE, until_async
-from tests.store.support import CHUNK, Open, busy, keys_of, payload, payloads, small
+from tests.store.support import CHUNK, Open, busy, keys_of, on_disk, payload, payloads, small
 
 torch = pytest.importorskip("torch")
 
@@ -44,8 +44,7 @@ def bytes_of(buffer: Any) -> bytes:
 
 @pytest.mark.parametrize("kind", TARGETS)
 async def test_what_there_is_is_copied_and_the_rest_left_alone(open_store: Open, kind: str) -> None:
-    async with open_store(rows=16) as store:
-        await store.put(KEYS, payloads(KEYS))
+    async with open_store(rows=16, holds=KEYS) as store:
         targets = TARGETS[kind](6)
         assert await store.get_into([*KEYS, *keys_of("b", 2)], targets) == 4
         assert [bytes_of(one) for one in targets] == [*payloads(KEYS), *[bytes(CHUNK)] * 2]
@@ -55,8 +54,7 @@ async def test_what_there_is_is_copied_and_the_rest_left_alone(open_store: Open,
 
 async def test_a_prefix_may_be_larger_than_host_memory(open_store: Open) -> None:
     keys = keys_of("long", 40)
-    async with open_store(rows=8, disk=64) as store:
-        assert await store.put(keys, payloads(keys), durable=True) == 40
+    await on_disk(open_store, keys, rows=8, disk=64)
     async with open_store(rows=8, disk=64) as store:
         for count in (0, 1, 5, 8, 40):
             targets = TARGETS["bytearrays"](count)
@@ -89,8 +87,7 @@ async def test_when_it_is_cancelled_no_buffer_is_written_to_afterwards(
 
         await real(held, 2**30, threads)
 
-    async with open_store(rows=16) as store:
-        await store.put(KEYS, payloads(KEYS))
+    async with open_store(rows=16, holds=KEYS) as store:
         targets = TARGETS["bytearrays"](4)
         monkeypatch.setattr(api, "run_copy", slow)
         task = asyncio.create_task(store.get_into(KEYS, targets))
@@ -137,8 +134,7 @@ async def test_buffers_to_write_to_that_share_memory_are_refused(
         "an expanded tensor": torch.zeros(1, CHUNK, dtype=torch.uint8).expand(2, CHUNK),
         "overlapping parts": [memoryview(whole)[:CHUNK], memoryview(whole)[100 : 100 + CHUNK]],
     }
-    async with open_store(rows=16) as store:
-        await store.put(KEYS, payloads(KEYS))
+    async with open_store(rows=16, holds=KEYS) as store:
         with pytest.raises(KVStoreError, match="share memory"):
             await store.get_into(KEYS[:2], targets[kind])
 
@@ -242,8 +238,7 @@ async def test_what_was_fetched_for_its_request_does_not_stand_in_its_way(
     open_store: Open,
 ) -> None:
     keys = keys_of("long", 40)
-    async with open_store(rows=8, disk=64) as store:
-        assert await store.put(keys, payloads(keys), durable=True) == 40
+    await on_disk(open_store, keys, rows=8, disk=64)
     async with open_store(rows=8, disk=64) as store:
         assert await store.resolve(keys, "mine") == 8
         targets = TARGETS["bytearrays"](40)
@@ -272,8 +267,7 @@ BAD: dict[str, tuple[Callable[[], Any], str]] = {
 @pytest.mark.parametrize("kind", BAD)
 async def test_what_cannot_be_written_to_is_refused_by_name(open_store: Open, kind: str) -> None:
     make, message = BAD[kind]
-    async with open_store() as store:
-        await store.put(KEYS, payloads(KEYS))
+    async with open_store(holds=KEYS) as store:
         with pytest.raises(KVStoreError, match=message):
             await store.get_into(KEYS, make())
 
@@ -283,8 +277,7 @@ async def test_what_cannot_be_written_to_is_refused_by_name(open_store: Open, ki
 
 @pytest.mark.filterwarnings("error")
 async def test_a_chunk_is_an_array_or_a_tensor_of_a_type_and_a_shape(open_store: Open) -> None:
-    async with open_store() as store:
-        await store.put(KEYS, payloads(KEYS))
+    async with open_store(holds=KEYS) as store:
         async with store.get(KEYS) as chunks:
             array = chunks.array(1, np.float16, (2, 8, -1))
             tensor = chunks.tensor(2, torch.bfloat16, (2, 8, 128))
@@ -321,8 +314,7 @@ async def test_any_text_is_a_name_of_a_request(open_store: Open, name: str) -> N
 
 
 async def test_a_type_or_shape_that_does_not_fit_is_named(open_store: Open) -> None:
-    async with open_store() as store:
-        await store.put(KEYS, payloads(KEYS))
+    async with open_store(holds=KEYS) as store:
         async with store.get(KEYS) as chunks:
             with pytest.raises(KVStoreError, match=r"4096 bytes is not of .*float32.* \(7, 5\)"):
                 chunks.array(0, np.float32, (7, 5))

@@ -74,8 +74,7 @@ def do(store: Store, method: str) -> None:
 
 
 async def test_calls_from_another_thread_are_refused(open_store: Open) -> None:
-    async with open_store() as store:
-        await store.put(KEYS, payloads(KEYS))
+    async with open_store(holds=KEYS) as store:
         for method in CALLS:
             error = in_thread(partial(do, store, method))
             assert isinstance(error, KVStoreError), method
@@ -115,8 +114,7 @@ async def not_refused(store: Store, told: str) -> list[str]:
 
 
 async def test_calls_after_a_fork_are_refused(open_store: Open) -> None:
-    async with open_store(disk=16) as store:
-        await store.put(KEYS, payloads(KEYS))
+    async with open_store(disk=16, holds=KEYS) as store:
         reader, writer = os.pipe()
         child = os.fork()
         if not child:
@@ -141,8 +139,7 @@ async def test_calls_after_the_end_are_refused(open_store: Open) -> None:
 
 
 async def test_a_lease_that_is_left_on_another_loop_ends_at_home(open_store: Open) -> None:
-    async with open_store() as store:
-        await store.put(KEYS, payloads(KEYS))
+    async with open_store(holds=KEYS) as store:
         lease = store.get(KEYS)
         chunks = await lease.__aenter__()
         assert busy(store) == 4
@@ -155,8 +152,7 @@ async def test_a_lease_that_is_left_on_another_loop_ends_at_home(open_store: Ope
 
 
 async def test_a_lease_that_nobody_ends_ends_when_it_is_forgotten(open_store: Open) -> None:
-    async with open_store() as store:
-        await store.put(KEYS, payloads(KEYS))
+    async with open_store(holds=KEYS) as store:
         lease = store.get(KEYS)
         await lease.__aenter__()
         assert busy(store) == 4
@@ -166,8 +162,7 @@ async def test_a_lease_that_nobody_ends_ends_when_it_is_forgotten(open_store: Op
 
 
 async def test_a_lease_is_begun_once(open_store: Open) -> None:
-    async with open_store() as store:
-        await store.put(KEYS, payloads(KEYS))
+    async with open_store(holds=KEYS) as store:
         lease = store.get(KEYS)
         async with lease:
             with pytest.raises(KVStoreError, match="begun once"):
@@ -176,8 +171,7 @@ async def test_a_lease_is_begun_once(open_store: Open) -> None:
 
 
 async def test_chunks_may_be_read_in_any_thread(open_store: Open) -> None:
-    async with open_store() as store:
-        await store.put(KEYS, payloads(KEYS))
+    async with open_store(holds=KEYS) as store:
         async with store.get(KEYS) as chunks:
             read = await asyncio.to_thread(lambda: [bytes(chunk) for chunk in chunks])
             total = await asyncio.to_thread(

@@ -12,16 +12,19 @@ import pytest
 from kvstore.api.store import Store
 from kvstore.engine import loop_steps, unnamed_requests
 from tests.patience import PATIENCE, TOO_LONG, answered_async, until_async
-from tests.store.support import Open, busy, cancel, contents, hold, hurry, keys_of, payloads
+from tests.store.support import (
+    Open,
+    busy,
+    cancel,
+    contents,
+    hold,
+    hurry,
+    keys_of,
+    on_disk,
+    payloads,
+)
 
 PROMPT = keys_of("a", 6)
-
-
-async def on_disk(open_store: Open, *several: list[bytes]) -> None:
-    """Leave the chunks on disk, and nothing in host memory."""
-    async with open_store(rows=64, disk=256) as store:
-        for keys in several:
-            await store.put(keys, payloads(keys))
 
 
 async def polled(store: Store, keys: list[bytes], request: str | None = None) -> int:
@@ -240,8 +243,7 @@ async def test_many_questions_about_what_is_in_host_memory_wait_for_nothing(
     open_store: Open, monkeypatch: pytest.MonkeyPatch, call: str
 ) -> None:
     monkeypatch.setattr(loop_steps, "RECHECK_SECONDS", 60.0)
-    async with open_store(rows=8) as store:
-        await store.put(PROMPT, payloads(PROMPT))
+    async with open_store(rows=8, holds=PROMPT) as store:
 
         async def ask() -> None:
             for _ in range(1000):

@@ -15,7 +15,7 @@ import pytest
 
 from kvstore.api.store import Store
 from tests.patience import PATIENCE, until_async
-from tests.store.support import CHUNK, Open, busy, contents, keys_of, payload, payloads
+from tests.store.support import CHUNK, Open, busy, contents, keys_of, payload, payloads, waits
 
 A, B = keys_of("a", 4), keys_of("b", 4)
 
@@ -73,8 +73,7 @@ async def test_a_chunk_that_a_call_of_the_system_still_sends_stays_until_it_is_s
         async with store.get(A) as chunks:
             await asyncio.to_thread(send, chunks[1])
 
-    async with open_store(rows=4) as store:
-        await store.put(A, payloads(A))
+    async with open_store(rows=4, holds=A) as store:
         with open(receiver, "rb") as file:
             task = asyncio.create_task(copy())
             await asyncio.to_thread(began.wait, PATIENCE)
@@ -117,8 +116,7 @@ async def test_a_thread_whose_task_was_cancelled_reads_its_own_chunk_to_the_end(
 async def test_rows_that_are_looked_at_are_counted_and_told_once(
     open_store: Open, caplog: pytest.LogCaptureFixture
 ) -> None:
-    async with open_store(rows=8) as store:
-        await store.put(A, payloads(A))
+    async with open_store(rows=8, holds=A) as store:
         await store.put(B, payloads(B))
         with caplog.at_level(logging.WARNING, "kvstore"):
             held = [await hold(store, keys) for keys in (A, B, A)]
@@ -145,8 +143,7 @@ def _in_a_thread(drop: Callable[[], object]) -> None:
 async def test_nothing_stays_pinned_when_nobody_looks_any_more(
     open_store: Open, where: str
 ) -> None:
-    async with open_store(rows=4) as store:
-        await store.put(A, payloads(A))
+    async with open_store(rows=4, holds=A) as store:
         held: list[object] = [await hold(store, A)]
         # Neither the lease nor its chunks need to be remembered by anybody.
         gc.collect()
@@ -167,8 +164,7 @@ async def test_nothing_stays_pinned_when_nobody_looks_any_more(
 async def test_a_chunk_that_is_looked_at_twice_stays_until_both_are_done(
     open_store: Open, leases: int
 ) -> None:
-    async with open_store(rows=4) as store:
-        await store.put(A, payloads(A))
+    async with open_store(rows=4, holds=A) as store:
         if leases == 2:
             one, other = await hold(store, A), await hold(store, A)
         else:
@@ -201,8 +197,7 @@ async def test_a_name_may_be_released_and_used_again_while_its_rows_are_looked_a
 
 
 async def test_a_reset_does_not_wait_for_who_looks_and_its_row_stays(open_store: Open) -> None:
-    async with open_store(rows=4) as store:
-        await store.put(A, payloads(A))
+    async with open_store(rows=4, holds=A) as store:
         held = await hold(store, A)
         await store.reset(timeout=PATIENCE)
         assert await store.put(B, payloads(B), timeout=PATIENCE) == 3
@@ -215,14 +210,11 @@ async def test_a_reset_does_not_wait_for_who_looks_and_its_row_stays(open_store:
 
 
 async def test_a_reset_waits_for_a_lease_until_only_onlookers_are_left(open_store: Open) -> None:
-    async with open_store(rows=4) as store:
-        await store.put(A, payloads(A))
+    async with open_store(rows=4, holds=A) as store:
         lease = store.get(A)
         chunks = await lease.__aenter__()
         held = np.frombuffer(chunks[0], np.uint8)
-        resetting = asyncio.create_task(store.reset())
-        await asyncio.sleep(0.05)
-        assert not resetting.done()
+        resetting = await waits(store.reset())
         await lease.__aexit__(None, None, None)
         await asyncio.wait_for(resetting, PATIENCE)
         assert held.tobytes() == payload(A[0])
@@ -231,8 +223,7 @@ async def test_a_reset_waits_for_a_lease_until_only_onlookers_are_left(open_stor
 async def test_who_looks_when_the_store_closes_may_stop_looking_afterwards(
     open_store: Open,
 ) -> None:
-    async with open_store(rows=4, disk=16) as store:
-        await store.put(A, payloads(A))
+    async with open_store(rows=4, disk=16, holds=A) as store:
         held = await hold(store, A)
     assert held.tobytes() == payload(A[0])
     del held

@@ -10,7 +10,7 @@ import pytest
 
 from kvstore.errors import BlockKeyError, KVStoreError, LeaseEndedError
 from tests.patience import PATIENCE, until_async
-from tests.store.support import CHUNK, Open, contents, keys_of, payloads
+from tests.store.support import CHUNK, Open, contents, filled, keys_of, on_disk, payloads
 
 A, B, C = keys_of("a", 4), keys_of("b", 8), keys_of("c", 8)
 
@@ -18,8 +18,7 @@ A, B, C = keys_of("a", 4), keys_of("b", 8), keys_of("c", 8)
 async def test_what_is_pinned_stays_in_host_memory_until_its_time_is_over(
     open_store: Open,
 ) -> None:
-    async with open_store(rows=8, eviction_policy="lru") as store:
-        await store.put(A, payloads(A))
+    async with open_store(rows=8, eviction_policy="lru", holds=A) as store:
         assert store.pin(A, math.inf) == 4
         for keys in (B, C):
             # What fits beside it, at once: nobody waits for a pin to end.
@@ -35,12 +34,10 @@ async def test_what_is_pinned_stays_in_host_memory_until_its_time_is_over(
 
 
 async def test_what_is_pinned_stays_on_disk_and_is_found_after_a_restart(open_store: Open) -> None:
-    async with open_store(rows=8, disk=16) as store:
-        await store.put(A, payloads(A))
+    async with open_store(rows=8, disk=16, holds=A) as store:
         assert store.pin(A, math.inf, host=False) == 4
         for prompt in range(32):
-            keys = keys_of(f"others {prompt}", 8)
-            await store.put(keys, payloads(keys))
+            await filled(store, f"others {prompt}", 8)
             await store.flush(PATIENCE)
         assert store.stats().tiers[0].evicted > 0
         assert store.stats().tiers[0].pinned == 4
@@ -53,8 +50,7 @@ async def test_what_is_pinned_stays_on_disk_and_is_found_after_a_restart(open_st
 
 
 async def test_the_part_of_the_store_that_may_be_pinned_is_configured(open_store: Open) -> None:
-    async with open_store(rows=8, pinned_share=0.25) as store:
-        await store.put(A, payloads(A))
+    async with open_store(rows=8, pinned_share=0.25, holds=A) as store:
         assert store.pin(A, 60.0) == 2
         assert store.pin(B, 60.0) == 0
         assert store.pin(A[:1], 60.0) == 1
@@ -73,8 +69,7 @@ async def test_bad_seconds_are_refused(open_store: Open, seconds: object) -> Non
 
 
 async def test_what_is_prefetched_comes_by_itself(open_store: Open) -> None:
-    async with open_store(rows=32, disk=64) as store:
-        await store.put(B, payloads(B))
+    await on_disk(open_store, B, rows=32, disk=64)
     async with open_store(rows=32, disk=64) as store:
         assert store.prefetch([*B, *C]) == 8
         await until_async(lambda: store.stats().chunks == 8 and store.stats().busy_rows == 0)
@@ -86,8 +81,7 @@ async def test_what_is_prefetched_comes_by_itself(open_store: Open) -> None:
 
 
 async def test_a_conversation_that_pauses_makes_room_and_comes_back(open_store: Open) -> None:
-    async with open_store(rows=16, disk=64) as store:
-        await store.put(B, payloads(B))
+    async with open_store(rows=16, disk=64, holds=B) as store:
         assert store.demote(B) == 8
         await until_async(lambda: store.stats().chunks == 0)
         assert store.contains_prefix(B) == 8
@@ -100,8 +94,7 @@ async def test_a_conversation_that_pauses_makes_room_and_comes_back(open_store: 
 async def test_a_copy_outlives_the_lease_and_an_array_over_a_chunk_cannot_be_written(
     open_store: Open,
 ) -> None:
-    async with open_store(rows=8, disk=64) as store:
-        await store.put(A, payloads(A))
+    async with open_store(rows=8, disk=64, holds=A) as store:
         async with store.get(A) as chunks:
             body = chunks.copy()
             assert list(chunks.sources) == ["host"] * 4
@@ -117,8 +110,7 @@ async def test_a_copy_outlives_the_lease_and_an_array_over_a_chunk_cannot_be_wri
 
 
 async def test_statistics_tell_bytes_and_times(open_store: Open) -> None:
-    async with open_store(rows=8, disk=64) as store:
-        await store.put(A, payloads(A))
+    async with open_store(rows=8, disk=64, holds=A) as store:
         await store.flush(PATIENCE)
         stats = store.stats()
         assert (stats.chunk_bytes, stats.stored_bytes) == (CHUNK, 4 * CHUNK)
@@ -134,8 +126,7 @@ async def test_statistics_tell_bytes_and_times(open_store: Open) -> None:
 
 
 async def test_what_is_unpinned_as_cold_leaves_first(open_store: Open) -> None:
-    async with open_store(rows=16, eviction_policy="lru") as store:
-        await store.put(B, payloads(B))
+    async with open_store(rows=16, eviction_policy="lru", holds=B) as store:
         await store.put(A, payloads(A))
         assert store.pin(A, math.inf) == 4
         assert store.unpin(A, cold=True) == 4

@@ -29,11 +29,14 @@ from tests.store.support import (
     busy,
     cancel,
     contents,
+    filled,
     hold,
     keys_of,
+    on_disk,
     payloads,
     slow,
     small,
+    waits,
 )
 
 # -- buffers ---------------------------------------------------------------------------------
@@ -105,8 +108,7 @@ async def test_a_flush_ends_while_others_go_on_putting(
 
         async def write() -> None:
             while True:
-                keys = keys_of(f"later {next(numbers)}", 4)
-                await store.put(keys, payloads(keys))
+                await filled(store, f"later {next(numbers)}", 4)
 
         writers = [asyncio.create_task(write()) for _ in range(8)]
         try:
@@ -126,8 +128,7 @@ async def test_a_flush_waits_for_each_chunk_that_was_stored_before(
 ) -> None:
     early, late = keys_of("early", 2), keys_of("late", 20)
     gate = hold(monkeypatch, "write", early)
-    async with open_store(rows=64, disk=64) as store:
-        await store.put(early, payloads(early))
+    async with open_store(rows=64, disk=64, holds=early) as store:
         flushing = asyncio.create_task(store.flush())
         await store.put(late, payloads(late))
         await until_async(lambda: store.stats().tiers[0].written == 20)
@@ -145,8 +146,7 @@ async def test_a_flush_does_not_wait_for_what_is_put_meanwhile(
     early, late = keys_of("early", 2), keys_of("late", 2)
     slow(monkeypatch, "write", 0.01)
     gate = hold(monkeypatch, "write", late)
-    async with open_store(rows=64, disk=64) as store:
-        await store.put(early, payloads(early))
+    async with open_store(rows=64, disk=64, holds=early) as store:
         flushing = asyncio.create_task(store.flush())
         await asyncio.sleep(0)
         await store.put(late, payloads(late))
@@ -160,8 +160,7 @@ async def test_a_flush_saves_also_what_would_be_copied_only_when_given_up(
 ) -> None:
     disk = {"type": "disk", "path": tmp_path, "capacity_bytes": 2**21, "segment_bytes": 2**20}
     async with open_store(rows=16, tiers=[{**disk, "flow": "demote"}]) as store:
-        keys = keys_of("a", 4)
-        await store.put(keys, payloads(keys))
+        await filled(store, "a", 4)
         assert store.stats().tiers[0].chunks == 0
         assert await store.flush(PATIENCE)
         assert store.stats().tiers[0].chunks == 4
@@ -170,8 +169,7 @@ async def test_a_flush_saves_also_what_would_be_copied_only_when_given_up(
 async def test_a_reset_ends_a_flush(open_store: Open, monkeypatch: pytest.MonkeyPatch) -> None:
     gate = hold(monkeypatch, "write")
     async with open_store(rows=16, disk=64) as store:
-        keys = keys_of("a", 4)
-        await store.put(keys, payloads(keys))
+        await filled(store, "a", 4)
         flushing = asyncio.create_task(store.flush())
         await asyncio.sleep(0.01)
         resetting = asyncio.create_task(store.reset())
@@ -185,8 +183,7 @@ async def test_a_reset_ends_a_flush(open_store: Open, monkeypatch: pytest.Monkey
 
 async def test_puts_that_wait_for_room_are_served_in_order(open_store: Open) -> None:
     async with open_store(rows=8) as store:
-        leased = keys_of("leased", 8)
-        await store.put(leased, payloads(leased))
+        leased = await filled(store, "leased", 8)
         served: list[str] = []
 
         async def put(name: str, count: int) -> int:
@@ -208,15 +205,12 @@ async def test_puts_that_wait_for_room_are_served_in_order(open_store: Open) -> 
 
 async def test_a_put_that_does_not_wait_takes_the_room_that_there_is(open_store: Open) -> None:
     a, b, c = (keys_of(name, 6) for name in "abc")
-    async with open_store(rows=8, eviction_policy="lru") as store:
-        await store.put(a, payloads(a))
+    async with open_store(rows=8, eviction_policy="lru", holds=a) as store:
         async with store.get(a):
             stored = await asyncio.wait_for(store.put(b, payloads(b), wait=False), PATIENCE)
             assert stored == 2
             assert await contents(store, b) == payloads(b[:2])
-            waiting = asyncio.create_task(store.put(c, payloads(c)))
-            await asyncio.sleep(0.05)
-            assert not waiting.done()
+            waiting = await waits(store.put(c, payloads(c)))
             fresh = keys_of("fresh", 1)
             stored = await asyncio.wait_for(store.put(fresh, payloads(fresh), wait=False), PATIENCE)
             assert stored == 0, "another put is first"
@@ -234,8 +228,7 @@ async def test_no_put_starves_while_others_go_on(
 
         async def user(number: int) -> None:
             for turn in range(12):
-                keys = keys_of(f"{number}/{turn}", 4)
-                assert await store.put(keys, payloads(keys)) == 4
+                await filled(store, f"{number}/{turn}", 4)
                 turns[number] += 1
                 assert max(turns) - min(turns) <= 6, "some wait while others are served"
 
@@ -268,8 +261,7 @@ async def test_wide_puts_without_a_disk_store_each_chunk_once(open_store: Open) 
 
 async def test_what_found_no_room_is_counted_once_and_nothing_else(open_store: Open) -> None:
     async with open_store(rows=8, disk=64) as store:
-        wide = keys_of("wide", 40)
-        assert await store.put(wide, payloads(wide)) == 40
+        wide = await filled(store, "wide", 40)
         assert store.stats().chunks_refused == 0
     for wait in (True, False):
         async with open_store(rows=8, deadline_s=0.1) as store:
@@ -300,8 +292,7 @@ async def test_what_was_not_wanted_is_not_counted_as_refused(
     open_store: Open, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async with open_store(rows=8, deadline_s=0.1) as store:
-        leased, keys = keys_of("leased", 6), keys_of("p", 8)
-        await store.put(leased, payloads(leased))
+        leased, keys = await filled(store, "leased", 6), keys_of("p", 8)
         every_other = EveryOther(8, CHUNK)
         every_other.asked(keys)
         monkeypatch.setattr(store._core._pool, "admission", every_other)
@@ -347,16 +338,14 @@ async def test_wide_puts_let_others_in_between(
         putting = asyncio.create_task(store.put(wide, payloads(wide)))
         await until_async(lambda: store.stats().stored >= 8)
         for number in range(4):
-            keys = keys_of(f"small {number}", 2)
-            assert await store.put(keys, payloads(keys)) == 2
+            await filled(store, f"small {number}", 2)
         assert store.stats().stored < 300, "the wide one is not done"
         assert await putting == 400
 
 
 async def test_the_end_of_a_prompt_waits_for_rows_that_others_use(open_store: Open) -> None:
     async with open_store(rows=9) as store:
-        leased, keys = keys_of("leased", 5), keys_of("wide", 7)
-        await store.put(leased, payloads(leased))
+        leased, keys = await filled(store, "leased", 5), keys_of("wide", 7)
         async with store.get(leased):
             # Beside them only its own head may leave.
             putting = asyncio.create_task(store.put(keys, payloads(keys)))
@@ -385,8 +374,7 @@ async def test_those_who_wait_in_vain_wait_at_the_same_time(open_store: Open) ->
     # One after the other they would wait for TOO_LONG.
     count = round(TOO_LONG / 0.5)
     async with open_store(rows=4, deadline_s=0.5) as store:
-        leased = keys_of("leased", 4)
-        await store.put(leased, payloads(leased))
+        leased = await filled(store, "leased", 4)
         async with store.get(leased):
             puts = [store.put(keys_of(str(n), 1), [bytes(CHUNK)]) for n in range(count)]
             waiting = asyncio.gather(*puts)
@@ -395,8 +383,7 @@ async def test_those_who_wait_in_vain_wait_at_the_same_time(open_store: Open) ->
 
 async def test_who_is_cancelled_while_it_waits_holds_nobody_up(open_store: Open) -> None:
     async with open_store(rows=4) as store:
-        leased = keys_of("leased", 4)
-        await store.put(leased, payloads(leased))
+        leased = await filled(store, "leased", 4)
         async with store.get(leased):
             puts = [
                 asyncio.create_task(store.put(keys_of(str(n), 1), [bytes(CHUNK)])) for n in range(6)
@@ -416,8 +403,7 @@ async def on_disk_that_is_held(
     open_store: Open, keys: Sequence[bytes], monkeypatch: pytest.MonkeyPatch
 ) -> threading.Event:
     """Store chunks durably; from then on reads wait for the event that is returned."""
-    async with open_store(rows=8, disk=64) as store:
-        assert await store.put(keys, payloads(keys), durable=True) == len(keys)
+    await on_disk(open_store, keys, rows=8, disk=64)
     return hold(monkeypatch, "read")
 
 
@@ -443,9 +429,7 @@ async def test_a_put_amid_a_read_that_fails_stores_its_own_bytes(
     monkeypatch.setattr(DiskTier, "read", in_vain)
     async with open_store(rows=8, disk=64) as store:
         await being_read(store, keys)
-        put = asyncio.create_task(store.put(keys, payloads(keys), durable=durable))
-        await asyncio.sleep(0.02)
-        assert not put.done()
+        put = await waits(store.put(keys, payloads(keys), durable=durable), 0.02)
         gate.set()
         assert await asyncio.wait_for(put, PATIENCE) == 2
         assert await contents(store, keys) == payloads(keys)
@@ -483,9 +467,7 @@ async def test_a_read_that_fails_before_a_put_has_ended_loses_nothing(
         async with contextlib.AsyncExitStack() as leased:
             if fails == "while it waits for room":
                 await leased.enter_async_context(store.get(others))
-            put = asyncio.create_task(store.put(keys, payloads(keys, size)))
-            await asyncio.sleep(0.03)
-            assert not put.done()
+            put = await waits(store.put(keys, payloads(keys, size)), 0.03)
             gate.set()
             await until_async(lambda: not all(store.contains(keys[:2])) or put.done())
         assert await asyncio.wait_for(put, PATIENCE) == 6
@@ -539,9 +521,7 @@ async def test_two_puts_of_the_same_chunks_both_wait_for_them(
         keys = keys_of("a", 4)
         first = asyncio.create_task(store.put(keys, payloads(keys, size)))
         await until_async(lambda: busy(store) == 4)
-        second = asyncio.create_task(store.put(keys, payloads(keys, size)))
-        await asyncio.sleep(0.05)
-        assert not second.done(), "nothing is there yet"
+        second = await waits(store.put(keys, payloads(keys, size)))
         gate.set()
         assert await asyncio.gather(*[first, second]) == [4, 4]
         assert store.stats().stored == 4
@@ -549,8 +529,7 @@ async def test_two_puts_of_the_same_chunks_both_wait_for_them(
 
 async def test_who_waits_for_room_when_the_store_closes_is_told(open_store: Open) -> None:
     async with open_store(rows=2) as store:
-        leased = keys_of("leased", 2)
-        await store.put(leased, payloads(leased))
+        leased = await filled(store, "leased", 2)
         lease = store.get(leased)
         await lease.__aenter__()
         puts = [

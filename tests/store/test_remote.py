@@ -20,7 +20,7 @@ from kvstore.errors import ConfigError
 from kvstore.tiers.remote.directory import DirectoryClient
 from kvstore.tiers.remote.record import RECORD_BYTES
 from tests.patience import PATIENCE, until_async
-from tests.store.support import CHUNK, contents, keys_of, payloads, small
+from tests.store.support import CHUNK, contents, filled, keys_of, payloads, small
 from tests.tiers.remote.servers import RedisServer, redis_server
 
 KEYS = keys_of("prompt", 6)
@@ -216,8 +216,7 @@ async def test_a_store_that_is_away_is_a_miss_soon_and_serves_when_it_is_back(
             # Copies that failed are tried again after a pause.
             while store.stats().tiers[0].written < 8:
                 await asyncio.sleep(0.1)
-                late = keys_of(f"late {time.monotonic()}", 1)
-                await store.put(late, payloads(late))
+                await filled(store, f"late {time.monotonic()}", 1)
 
 
 @pytest.mark.parametrize("how", ["stop", "freeze"])

@@ -19,11 +19,14 @@ from tests.store.support import (
     busy,
     cancel,
     contents,
+    filled,
     hold,
     keys_of,
+    on_disk,
     payload,
     payloads,
     small,
+    waits,
 )
 
 A, B = keys_of("a", 6), keys_of("b", 6)
@@ -64,8 +67,7 @@ async def test_what_is_removed_is_missed_now_and_after_a_restart(
 
 
 async def test_events_tell_of_it(open_store: Open) -> None:
-    async with open_store(rows=8, disk=64, keep_events=True) as store:
-        await store.put(A[:2], payloads(A[:2]))
+    async with open_store(rows=8, disk=64, keep_events=True, holds=A[:2]) as store:
         await store.flush(PATIENCE)
         store.take_events()
         await store.remove(A[:1])
@@ -76,8 +78,7 @@ async def test_events_tell_of_it(open_store: Open) -> None:
 @pytest.mark.parametrize("disk", [0, 64])
 async def test_other_bytes_can_be_put_afterwards(open_store: Open, disk: int) -> None:
     other = [payload(key + b"other") for key in A]
-    async with open_store(rows=8, disk=disk) as store:
-        await store.put(A, payloads(A))
+    async with open_store(rows=8, disk=disk, holds=A) as store:
         assert await store.put(A, other) == 6
         assert await contents(store, A) == payloads(A)
         assert await store.remove(A) == 6
@@ -92,8 +93,7 @@ async def test_other_bytes_can_be_put_afterwards(open_store: Open, disk: int) ->
 
 async def test_a_displaced_copy_does_not_come_back(open_store: Open, tmp_path: Path) -> None:
     """An exclusive tier leaves the record where it was when the chunk goes to host memory."""
-    async with open_store(rows=8, disk=64) as store:
-        await store.put(A, payloads(A))
+    await on_disk(open_store, A, rows=8, disk=64)
     async with open_store(rows=6, **flowing(tmp_path, "exclusive")) as store:
         assert await contents(store, A) == payloads(A)
         assert store.stats().tiers[0].chunks == 0
@@ -104,14 +104,11 @@ async def test_a_displaced_copy_does_not_come_back(open_store: Open, tmp_path: P
 
 async def test_a_lease_goes_on_and_a_put_waits_for_it(open_store: Open) -> None:
     other = [payload(key + b"other") for key in A]
-    async with open_store(rows=8, disk=64) as store:
-        await store.put(A, payloads(A))
+    async with open_store(rows=8, disk=64, holds=A) as store:
         async with store.get(A) as chunks:
             assert await store.remove(A, timeout=PATIENCE) == 6
             assert store.lookup_prefix(A) == 0
-            putting = asyncio.create_task(store.put(A, other))
-            await asyncio.sleep(0.1)
-            assert not putting.done()
+            putting = await waits(store.put(A, other), 0.1)
             assert [bytes(chunk) for chunk in chunks] == payloads(A)
         assert await putting == 6
         assert await contents(store, A) == other
@@ -124,16 +121,13 @@ async def test_a_lease_goes_on_and_a_put_waits_for_it(open_store: Open) -> None:
 async def test_what_is_being_read_is_a_miss_and_its_places_come_back(
     open_store: Open, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async with open_store(rows=8, disk=64) as store:
-        await store.put(A, payloads(A))
+    await on_disk(open_store, A, rows=8, disk=64)
     async with open_store(rows=8, disk=64) as store:
         gate = hold(monkeypatch, "read")
         getting = asyncio.create_task(contents(store, A))
         await until_async(lambda: store.stats().waiting == 1)
-        removing = asyncio.create_task(store.remove(A[3:]))
-        await asyncio.sleep(0.05)
+        removing = await waits(store.remove(A[3:]))
         assert store.lookup_prefix(A[3:]) == 0
-        assert not removing.done()
         gate.set()
         assert await removing == 3
         assert await getting == payloads(A[:3])
@@ -149,10 +143,8 @@ async def test_what_is_being_written_is_erased_when_it_has_been_written(
     async with open_store(rows=8, disk=64) as store:
         gate = hold(monkeypatch, "write")
         await store.put(A, payloads(A))
-        removing = asyncio.create_task(store.remove(A[3:]))
-        await asyncio.sleep(0.05)
+        removing = await waits(store.remove(A[3:]))
         assert store.lookup_prefix(A) == 3
-        assert not removing.done()
         gate.set()
         assert await removing == 3
         await sound(store)
@@ -165,8 +157,7 @@ async def test_what_is_being_written_is_erased_when_it_has_been_written(
 async def test_a_put_that_waits_for_room_stores_nothing_of_it(open_store: Open, disk: int) -> None:
     """Also where the removal has ended before it is the put's turn."""
     async with open_store(rows=4, disk=disk) as store:
-        others = keys_of("other", 4)
-        await store.put(others, payloads(others))
+        others = await filled(store, "other", 4)
         async with store.get(others) as chunks:
             assert len(chunks) == 4
             first = asyncio.create_task(store.put(A[:2], payloads(A[:2])))
@@ -183,8 +174,7 @@ async def test_a_put_that_waits_for_room_stores_nothing_of_it(open_store: Open, 
 async def test_a_tier_that_cannot_erase_is_told_of(
     open_store: Open, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async with open_store(rows=8, disk=64) as store:
-        await store.put(A, payloads(A))
+    async with open_store(rows=8, disk=64, holds=A) as store:
         await store.flush(PATIENCE)
         with monkeypatch.context() as patch:
             patch.setattr(DiskTier, "erase", answer("the disk is read-only"))
@@ -202,8 +192,7 @@ async def test_a_tier_that_cannot_erase_is_told_of(
 async def test_a_call_that_is_given_up_goes_on(
     open_store: Open, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async with open_store(rows=8, disk=64) as store:
-        await store.put(A, payloads(A))
+    async with open_store(rows=8, disk=64, holds=A) as store:
         await store.flush(PATIENCE)
         gate = hold(monkeypatch, "erase")
         with pytest.raises(TimeoutError, match="remove took longer"):
@@ -223,8 +212,7 @@ async def test_a_call_that_is_given_up_goes_on(
 async def test_a_reset_takes_a_removal_along(
     open_store: Open, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async with open_store(rows=8, disk=64) as store:
-        await store.put(A, payloads(A))
+    async with open_store(rows=8, disk=64, holds=A) as store:
         await store.flush(PATIENCE)
         gates = [hold(monkeypatch, method) for method in ("erase", "clear")]
         removing = asyncio.create_task(store.remove(A))
@@ -280,7 +268,7 @@ async def test_a_reset_that_the_disk_cannot_follow_is_told_to_who_resets_and_who
 ) -> None:
     goes_on = threading.Event()
 
-    async def waits(*_: Any) -> str:
+    async def late(*_: Any) -> str:
         while not goes_on.is_set():
             await asyncio.sleep(0.001)
         return "too late"
@@ -290,7 +278,7 @@ async def test_a_reset_that_the_disk_cannot_follow_is_told_to_who_resets_and_who
         await store.put(keys, payloads(keys), durable=True)
         with monkeypatch.context() as broken:
             broken.setattr(DiskTier, "clear", answer(None))
-            broken.setattr(DiskTier, "erase", waits)
+            broken.setattr(DiskTier, "erase", late)
             removing = asyncio.create_task(store.remove(keys))
             await asyncio.sleep(0.02)
             asyncio.get_running_loop().call_later(0.05, goes_on.set)
@@ -304,8 +292,7 @@ async def test_a_reset_that_the_disk_cannot_follow_is_told_to_who_resets_and_who
 async def test_what_is_removed_during_its_last_lease_leaves_when_that_ends(
     open_store: Open,
 ) -> None:
-    async with open_store(rows=8) as store:
-        await store.put(A[:1], payloads(A[:1]))
+    async with open_store(rows=8, holds=A[:1]) as store:
         async with store.get(A[:1]):
             await store.remove(A[:1])
         await until_async(lambda: not store._core.hidden)
@@ -330,9 +317,7 @@ async def test_a_put_of_chunks_that_leave_when_a_lease_ends_writes_no_other_agai
         await store.put(A, payloads(A))
         async with store.get(A[:3]):
             await store.remove(A[:3])
-            putting = asyncio.create_task(store.put(A, payloads(A)))
-            await asyncio.sleep(0.3)
-            assert not putting.done()
+            putting = await waits(store.put(A, payloads(A)), 0.3)
             assert store.stats().tiers[0].written <= len(A)
         assert await putting == len(A)
         await sound(store)

@@ -34,11 +34,14 @@ from tests.store.support import (
     busy,
     cancel,
     contents,
+    filled,
     hold,
     keys_of,
+    on_disk,
     payload,
     payloads,
     slow,
+    waits,
 )
 
 # -- bytes ---------------------------------------------------------------------------------
@@ -163,8 +166,7 @@ async def test_nothing_can_be_put_and_got(open_store: Open) -> None:
 
 async def test_what_is_read_once_for_many_is_counted_once_as_read(open_store: Open) -> None:
     keys = keys_of("a", 6)
-    async with open_store(disk=32) as store:
-        await store.put(keys, payloads(keys), durable=True)
+    await on_disk(open_store, keys, disk=32)
     async with open_store(disk=32) as store, AsyncExitStack() as stack:
         for _ in range(5):
             await stack.enter_async_context(store.get(keys))
@@ -176,8 +178,7 @@ async def test_what_is_read_once_for_many_is_counted_once_as_read(open_store: Op
 
 async def test_a_put_beside_leased_chunks_keeps_what_fits(open_store: Open) -> None:
     async with open_store(rows=6, deadline_s=0.05) as store:
-        leased, keys = keys_of("leased", 5), keys_of("a", 3)
-        await store.put(leased, payloads(leased))
+        leased, keys = await filled(store, "leased", 5), keys_of("a", 3)
         async with store.get(leased):
             assert await store.put(keys, payloads(keys)) == 1
             assert store.lookup_prefix(keys) == 1
@@ -186,9 +187,7 @@ async def test_a_put_beside_leased_chunks_keeps_what_fits(open_store: Open) -> N
 
 async def test_prompts_with_room_for_one_all_get_everything(open_store: Open) -> None:
     prompts = [keys_of(f"prompt {number}", 6) for number in range(8)]
-    async with open_store(rows=64, disk=128) as store:
-        for keys in prompts:
-            await store.put(keys, payloads(keys))
+    await on_disk(open_store, *prompts)
     async with open_store(rows=6, disk=128) as store:
 
         async def use(keys: list[bytes]) -> list[bytes]:
@@ -203,8 +202,7 @@ async def test_prompts_with_room_for_one_all_get_everything(open_store: Open) ->
 
 async def test_after_a_reset_nothing_is_there_nor_after_a_restart(open_store: Open) -> None:
     keys = keys_of("a", 6)
-    async with open_store(disk=32) as store:
-        await store.put(keys, payloads(keys))
+    async with open_store(disk=32, holds=keys) as store:
         await store.flush()
         await store.reset()
         assert await store.resolve(keys) == 0
@@ -218,8 +216,7 @@ async def test_what_is_leased_keeps_its_bytes_while_a_reset_and_new_stores_go_on
     open_store: Open,
 ) -> None:
     async with open_store(rows=4) as store:
-        old, new = keys_of("a", 2), keys_of("b", 4)
-        await store.put(old, payloads(old))
+        old, new = await filled(store, "a", 2), keys_of("b", 4)
         async with store.get(old, "r") as chunks:
             resetting = asyncio.create_task(store.reset())
             await asyncio.sleep(0)
@@ -229,8 +226,7 @@ async def test_what_is_leased_keeps_its_bytes_while_a_reset_and_new_stores_go_on
             assert await store.put(new[:1], payloads(new[:1])) == 1
             async with store.get(new[:2], "r") as again:
                 assert [bytes(chunk) for chunk in again] == payloads(new[:2])
-            others = keys_of("c", 2)
-            assert await store.put(others, payloads(others)) == 2
+            await filled(store, "c", 2)
             assert store.stats().free_rows == 0, "two rows are still leased"
             assert [bytes(chunk) for chunk in chunks] == payloads(old)
             assert not resetting.done()
@@ -268,9 +264,7 @@ async def test_a_put_that_a_reset_overtakes_stores_no_more(
         keys = keys_of("a", 12)
         putting = asyncio.create_task(store.put(keys, payloads(keys)))
         assert await asyncio.to_thread(copying.wait, PATIENCE)
-        resetting = asyncio.create_task(store.reset())
-        await asyncio.sleep(0.05)
-        assert not resetting.done()
+        resetting = await waits(store.reset())
         go_on.set()
         assert await putting == 0
         await asyncio.wait_for(resetting, PATIENCE)
@@ -286,8 +280,7 @@ async def test_a_reset_ends_also_when_the_disk_cannot_be_cleared_and_says_so(
 ) -> None:
     monkeypatch.setattr(CLEARED_AGAIN, 0.1)
     async with open_store(disk=32) as store:
-        keys = keys_of("a", 2)
-        await store.put(keys, payloads(keys))
+        keys = await filled(store, "a", 2)
         await store.flush()
         with monkeypatch.context() as broken:
             broken.setattr(DiskTier, "clear", answer(None))
@@ -369,8 +362,7 @@ async def test_a_call_that_is_cancelled_while_it_waits_leaves_no_pin(
     call: Callable[[Store, Sequence[bytes]], Coroutine[Any, Any, object]],
 ) -> None:
     keys = keys_of("a", 4)
-    async with open_store(disk=32) as store:
-        await store.put(keys, payloads(keys))
+    await on_disk(open_store, keys, disk=32)
     async with open_store(disk=32) as store:
         gate = hold(monkeypatch, "read")
         waiting = asyncio.create_task(call(store, keys))
@@ -390,9 +382,7 @@ async def test_many_who_wait_share_the_steps_that_wake_them(
     open_store: Open, monkeypatch: pytest.MonkeyPatch, way: str
 ) -> None:
     prompts = [keys_of(f"p{number}", 1) for number in range(40)]
-    async with open_store(rows=64, disk=64) as store:
-        for keys in prompts:
-            await store.put(keys, payloads(keys))
+    await on_disk(open_store, *prompts, disk=64)
     gate = hold(monkeypatch, "read")
     polls = 0
     real = Core.poll
@@ -432,8 +422,7 @@ async def test_many_lookups_of_one_turn_share_the_end_of_a_step(
 ) -> None:
     """It costs more the more requests wait."""
     keys = keys_of("many", 600)
-    async with open_store(rows=700, disk=700) as store:
-        await store.put(keys, payloads(keys), durable=True)
+    await on_disk(open_store, keys, rows=700, disk=700)
     async with open_store(rows=700, disk=700) as store:
         begun, ended, poll, flush = 0, 0, Core.poll, Core.flush
 
@@ -488,8 +477,7 @@ async def test_a_put_that_does_not_wait_takes_what_others_have_just_hit(
 ) -> None:
     """Also where so many wait that lookups share the end of a step."""
     keys, here, more = keys_of("many", 80), keys_of("here", 100), keys_of("more", 16)
-    async with open_store(rows=180, disk=300) as store:
-        await store.put(keys, payloads(keys), durable=True)
+    await on_disk(open_store, keys, rows=180, disk=300)
     async with open_store(rows=180, disk=300) as store:
         await store.put(here, payloads(here), durable=True)
         gate = hold(monkeypatch, "read")
@@ -523,8 +511,7 @@ async def test_closing_does_not_go_on_copying_after_its_time(
     async with open_store(
         rows=64, disk=64, shutdown_timeout_s=0.12, write_queue_bytes=CHUNK
     ) as store:
-        keys = keys_of("a", 40)
-        await store.put(keys, payloads(keys))
+        await filled(store, "a", 40)
     assert writes < 20, "copies went on for as long as there were any"
 
 
@@ -588,8 +575,7 @@ async def test_opening_does_not_hold_up_the_loop(
 
 async def test_no_events_are_kept_otherwise(open_store: Open) -> None:
     async with open_store() as store:
-        keys = keys_of("a", 2)
-        await store.put(keys, payloads(keys))
+        keys = await filled(store, "a", 2)
         assert store.lookup_prefix(keys) == 2
         assert store.take_events() == []
 
@@ -652,8 +638,7 @@ async def test_many_that_wait_cost_the_loop_no_more_than_one(
         return began
 
     keys = keys_of("many", 64)
-    async with open_store(rows=128, disk=256) as store:
-        assert await store.put(keys, payloads(keys), durable=True) == 64
+    await on_disk(open_store, keys, rows=128, disk=256)
     async with open_store(rows=128, disk=256) as store:
         monkeypatch.setattr(Engine, "_perform", slow)
         asking = [asyncio.create_task(store.resolve([key], key.hex())) for key in keys]

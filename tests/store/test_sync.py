@@ -37,11 +37,15 @@ Open = Callable[..., AbstractContextManager[SyncStore]]
 
 @pytest.fixture
 def open_sync(tmp_path: Path) -> Open:
-    """Opens a small store; `disk` is the capacity of its disk tier, in chunks."""
+    """As `open_store`."""
 
     @contextmanager
-    def open_sync(rows: int = 8, disk: int = 0, **more: Any) -> Iterator[SyncStore]:
+    def open_sync(
+        rows: int = 8, disk: int = 0, holds: Sequence[bytes] = (), **more: Any
+    ) -> Iterator[SyncStore]:
         with kvstore.open_sync(small(tmp_path / "cache", rows, disk, **more)) as store:
+            if holds:
+                assert store.put(holds, payloads(holds)) == len(holds)
             yield store
 
     return open_sync
@@ -398,8 +402,7 @@ def test_many_threads_whose_time_is_always_up_leave_nothing_held(open_sync: Open
 def test_whatever_ends_the_block_ends_the_lease(
     open_sync: Open, error: type[BaseException]
 ) -> None:
-    with open_sync() as store:
-        store.put(KEYS, payloads(KEYS))
+    with open_sync(holds=KEYS) as store:
         with pytest.raises(error), store.get(KEYS) as chunks:
             assert busy(store) == 4
             raise error
@@ -409,8 +412,7 @@ def test_whatever_ends_the_block_ends_the_lease(
 
 
 def test_a_lease_may_be_left_in_another_thread_and_is_begun_once(open_sync: Open) -> None:
-    with open_sync() as store:
-        store.put(KEYS, payloads(KEYS))
+    with open_sync(holds=KEYS) as store:
         lease = store.get(KEYS)
         lease.__enter__()
         with pytest.raises(KVStoreError, match="begun once"):
@@ -423,8 +425,7 @@ def test_a_lease_may_be_left_in_another_thread_and_is_begun_once(open_sync: Open
 
 
 def test_a_lease_that_outlives_its_store_keeps_its_bytes_until_it_ends(open_sync: Open) -> None:
-    with open_sync() as store:
-        store.put(KEYS, payloads(KEYS))
+    with open_sync(holds=KEYS) as store:
         with store.get(KEYS) as chunks:
             store.close()
             assert [bytes(chunk) for chunk in chunks] == payloads(KEYS)
@@ -463,8 +464,7 @@ def test_calls_of_many_threads_at_once_give_right_bytes_and_leave_nothing_held(
 
 def test_buffers_may_be_an_iterable_that_calls_the_store(open_sync: Open) -> None:
     other = keys_of("b", 4)
-    with open_sync(rows=16) as store:
-        store.put(KEYS, payloads(KEYS))
+    with open_sync(rows=16, holds=KEYS) as store:
         assert store.put(other, (contents(store, [key])[0] for key in KEYS)) == 4
         assert contents(store, other) == payloads(KEYS)
 
@@ -571,8 +571,7 @@ def test_an_interrupt_at_the_end_of_windows_leaves_nothing_held(
 def test_an_interrupt_just_after_a_lease_has_begun_ends_it(
     open_sync: Open, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with open_sync() as store:
-        store.put(KEYS, payloads(KEYS))
+    with open_sync(holds=KEYS) as store:
         real = store._calls.wait
 
         def interrupted(begin: Any) -> Any:
@@ -591,8 +590,7 @@ def test_an_interrupt_just_after_a_lease_has_begun_ends_it(
 def test_interrupts_at_any_moment_leave_nothing_held(open_sync: Open) -> None:
     """A hundred moments some microseconds apart: in calls, in blocks, and between them."""
     interrupts = 0
-    with open_sync(rows=8) as store:
-        store.put(KEYS, payloads(KEYS))
+    with open_sync(rows=8, holds=KEYS) as store:
         for moment in range(100):
             before = signal.signal(signal.SIGALRM, signal.default_int_handler)
             try:
@@ -655,8 +653,7 @@ REFUSED = re.compile(
 
 
 def test_calls_after_a_fork_are_refused(open_sync: Open) -> None:
-    with open_sync() as store:
-        store.put(KEYS, payloads(KEYS))
+    with open_sync(holds=KEYS) as store:
         lease = store.get(KEYS)
         lease.__enter__()
 
@@ -675,8 +672,7 @@ def test_calls_after_a_fork_are_refused(open_sync: Open) -> None:
 
 
 def test_what_a_child_raises_on_its_way_out_is_not_hidden(open_sync: Open) -> None:
-    with open_sync() as store:
-        store.put(KEYS, payloads(KEYS))
+    with open_sync(holds=KEYS) as store:
 
         def leave() -> None:
             with store, store.get(KEYS):

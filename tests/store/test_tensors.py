@@ -64,8 +64,7 @@ def bytes_of(held: Any) -> bytes:
 async def test_what_outlives_its_lease_keeps_its_bytes_and_its_row(
     open_store: Open, way: str
 ) -> None:
-    async with open_store(rows=4) as store:
-        await store.put(A, payloads(A))
+    async with open_store(rows=4, holds=A) as store:
         async with store.get(A) as chunks:
             held = WAYS[way](chunks[1]) if way in WAYS else chunks.tensor(1, torch.int32)
             expected = bytes_of(held)
@@ -78,8 +77,7 @@ async def test_what_outlives_its_lease_keeps_its_bytes_and_its_row(
 
 
 async def test_a_view_in_a_variable_is_dead_and_keeps_its_row(open_store: Open) -> None:
-    async with open_store(rows=4) as store:
-        await store.put(A, payloads(A))
+    async with open_store(rows=4, holds=A) as store:
         async with store.get(A) as chunks:
             for view in chunks:
                 bytes(view)
@@ -92,8 +90,7 @@ async def test_a_view_in_a_variable_is_dead_and_keeps_its_row(open_store: Open) 
 
 
 async def test_one_view_is_handed_out_for_a_chunk(open_store: Open) -> None:
-    async with open_store(rows=4) as store:
-        await store.put(A, payloads(A))
+    async with open_store(rows=4, holds=A) as store:
         async with store.get(A) as chunks:
             for same in (list(chunks), chunks[:], [chunks[n] for n in range(4)]):
                 assert [a is b for a, b in zip(chunks, same, strict=True)] == [True] * 4
@@ -107,8 +104,7 @@ async def test_only_what_stays_is_counted_and_told_once(
     open_store: Open, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(onlookers, "LINGER_SECONDS", 0.05)
-    async with open_store(rows=4) as store:
-        await store.put(A, payloads(A))
+    async with open_store(rows=4, holds=A) as store:
 
         async def loop() -> None:
             async with store.get(A) as chunks:

@@ -20,7 +20,7 @@ from kvstore.errors import ConfigError, KVStoreError
 from kvstore.tiers import PinnedRegion, Tier
 from kvstore.types import TierPlace
 from tests.patience import PATIENCE, until
-from tests.store.support import Open, contents, keys_of, payloads, small
+from tests.store.support import Open, contents, keys_of, on_disk, payloads, small
 
 SHELF = '''
 from kvstore.types import RecoveredTier
@@ -174,8 +174,7 @@ async def test_two_models_on_one_path_find_nothing_of_each_other(
     open_store: Open, tmp_path: Path
 ) -> None:
     keys = keys_of("a", 4)
-    async with open_store(disk=16, identity={"model": "one"}) as store:
-        assert await store.put(keys, payloads(keys), durable=True) == 4
+    await on_disk(open_store, keys, disk=16, identity={"model": "one"})
     for identity, found in (({"model": "other"}, 0), ({}, 0), ({"model": "one"}, 4)):
         async with open_store(disk=16, identity=identity) as store:
             assert await store.resolve(keys) == found

@@ -12,7 +12,7 @@ import pytest
 from kvstore.api.store import Store
 from kvstore.errors import KVStoreError
 from tests.patience import PATIENCE, TOO_LONG, until_async
-from tests.store.support import CHUNK, Open, busy, contents, hold, keys_of, payloads
+from tests.store.support import CHUNK, Open, busy, contents, hold, keys_of, on_disk, payloads
 
 KEYS, ON_DISK = keys_of("a", 4), keys_of("on disk", 4)
 
@@ -30,18 +30,12 @@ CALLS: dict[str, Callable[[Store, Any], Awaitable[object]]] = {
 }
 
 
-async def fill(open_store: Open) -> None:
-    """Leave chunks on disk, and nothing in host memory."""
-    async with open_store(disk=64) as store:
-        await store.put(ON_DISK, payloads(ON_DISK))
-
-
 @pytest.mark.parametrize("seconds", [0, 0.05])
 @pytest.mark.parametrize("call", CALLS)
 async def test_a_call_whose_time_is_up_names_itself_and_leaves_nothing_held(
     open_store: Open, monkeypatch: pytest.MonkeyPatch, call: str, seconds: float
 ) -> None:
-    await fill(open_store)
+    await on_disk(open_store, ON_DISK)
     async with open_store(rows=4, disk=64) as store:
         gates = [hold(monkeypatch, method) for method in ("read", "write", "clear")]
         if call == "put":
@@ -77,11 +71,9 @@ async def test_a_put_whose_time_is_up_has_stored_whole_chunks_or_none(
 
 
 async def test_a_lease_whose_time_was_enough_lasts_longer_than_that(open_store: Open) -> None:
-    async with open_store() as store:
-        await store.put(KEYS, payloads(KEYS))
-        async with store.get(KEYS, timeout=0.02) as chunks:
-            await asyncio.sleep(0.05)
-            assert [bytes(chunk) for chunk in chunks] == payloads(KEYS)
+    async with open_store(holds=KEYS) as store, store.get(KEYS, timeout=0.02) as chunks:
+        await asyncio.sleep(0.05)
+        assert [bytes(chunk) for chunk in chunks] == payloads(KEYS)
 
 
 async def test_a_close_whose_time_is_up_closes_all_the_same(
@@ -102,7 +94,7 @@ async def test_a_close_whose_time_is_up_closes_all_the_same(
 async def test_a_cancellation_is_not_taken_for_a_timeout(
     open_store: Open, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    await fill(open_store)
+    await on_disk(open_store, ON_DISK)
     async with open_store(disk=64) as store:
         gate = hold(monkeypatch, "read")
         with pytest.raises(TimeoutError) as outer:

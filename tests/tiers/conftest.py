@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import secrets
-import subprocess
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -14,7 +13,10 @@ import pytest
 from hypothesis import HealthCheck, settings
 
 from kvstore.testing.bench import TierBench
+from tests.faults.conftest import ext4, mount
 from tests.tiers.support import Child, bench_of
+
+__all__ = ["ext4", "mount"]
 
 OpenBench = Callable[..., TierBench]
 
@@ -67,32 +69,11 @@ def child() -> Iterator[Callable[..., Child]]:
 
 
 @pytest.fixture
-def mount(tmp_path: Path) -> Iterator[Callable[..., Path]]:
-    """Mounts real file systems; skips where this user may not."""
-    places: list[Path] = []
-
-    def make(*arguments: str, name: str = "mounted") -> Path:
-        if os.geteuid() != 0:
-            pytest.skip("mounting a file system needs root")
-        place = tmp_path / name
-        place.mkdir()
-        done = subprocess.run(["mount", *arguments, place], capture_output=True, text=True)
-        if done.returncode:
-            pytest.skip(f"cannot mount here: {done.stderr.strip()}")
-        places.append(place)
-        return place
-
-    yield make
-    for place in reversed([place for place in places if place.is_mount()]):
-        subprocess.run(["umount", "-l", place], check=True)
-
-
-@pytest.fixture
 def small_disk(mount: Callable[..., Path]) -> Callable[[int], Path]:
     """Makes a file system of so many bytes."""
 
     def make(size: int) -> Path:
-        return mount("-t", "tmpfs", "-o", f"size={size}", "tmpfs", name=f"disk-of-{size}")
+        return mount("-t", "tmpfs", "-o", f"size={size}", "tmpfs")
 
     return make
 

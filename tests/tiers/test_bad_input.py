@@ -44,9 +44,12 @@ def means() -> tuple[int, int]:
 
 @pytest.fixture
 def refused(folder: Path, open_bench: OpenBench) -> Callable[..., str]:
-    """Checks that opening is refused and leaves nothing behind; returns the message."""
+    """Checks that opening is refused in words that have these and leaves nothing behind.
 
-    def check(error: type[KVStoreError], path: Path = folder, **options: Any) -> str:
+    It returns the message.
+    """
+
+    def check(error: type[KVStoreError], *said: object, path: Path = folder, **options: Any) -> str:
         before = means()
         with pytest.raises(error) as caught:
             open_bench(path, **options)
@@ -54,7 +57,9 @@ def refused(folder: Path, open_bench: OpenBench) -> Callable[..., str]:
             lambda: all(now <= then for now, then in zip(means(), before, strict=True)),
             "the refused tier left descriptors or threads behind",
         )
-        return str(caught.value)
+        message = str(caught.value)
+        assert [each for each in said if str(each) not in message] == [], message
+        return message
 
     return check
 
@@ -65,10 +70,13 @@ def refused(folder: Path, open_bench: OpenBench) -> Callable[..., str]:
 def test_a_capacity_below_one_segment_is_refused(
     refused: Callable[..., str], open_bench: OpenBench
 ) -> None:
-    message = refused(ConfigError, capacity_bytes=SEGMENT - 1)
-    assert f"capacity_bytes = {SEGMENT - 1}" in message
-    assert f"{SEGMENT} bytes" in message
-    assert "segment_bytes" in message
+    refused(
+        ConfigError,
+        f"capacity_bytes = {SEGMENT - 1}",
+        f"{SEGMENT} bytes",
+        "segment_bytes",
+        capacity_bytes=SEGMENT - 1,
+    )
     assert open_bench(capacity_bytes=SEGMENT).opening.max_segments == 1
 
 
@@ -76,9 +84,7 @@ def test_a_capacity_below_one_segment_is_refused(
 def test_a_segment_too_small_for_one_chunk_is_refused_and_the_smallest_one_named(
     refused: Callable[..., str], open_bench: OpenBench, size: int
 ) -> None:
-    message = refused(ConfigError, segment_bytes=size)
-    assert f"segment_bytes = {size}" in message
-    assert f"{CHUNK} bytes" in message
+    message = refused(ConfigError, f"segment_bytes = {size}", f"{CHUNK} bytes", segment_bytes=size)
     least = int(message.rsplit("at least ", 1)[1].split()[0])
     assert least > SLOT
     assert open_bench(segment_bytes=least).opening.segment_slots == 1
@@ -93,18 +99,16 @@ def test_a_capacity_below_the_segments_that_are_there_says_so(
     bench = open_bench(capacity_bytes=half, segment_bytes=half)
     assert lane_of(folder).with_name("lane-1").is_dir()
     bench.abandon()
-    message = refused(ConfigError, capacity_bytes=half, segment_bytes=half, lane=0)
-    assert f"capacity_bytes = {half}" in message
+    message = refused(
+        ConfigError, f"capacity_bytes = {half}", capacity_bytes=half, segment_bytes=half, lane=0
+    )
     # Lowering segment_bytes is no way out here, and must not be advised.
     assert "segment_bytes" not in message
     assert str(lane_of(folder)) in message
 
 
 def test_an_unknown_backend_is_refused(refused: Callable[..., str]) -> None:
-    message = refused(ConfigError, io="teleport")
-    assert "io = 'teleport'" in message
-    for allowed in ("auto", "direct", "buffered"):
-        assert allowed in message
+    refused(ConfigError, "io = 'teleport'", "auto", "direct", "buffered", io="teleport")
 
 
 # -- paths ---------------------------------------------------------------------------------
@@ -112,19 +116,15 @@ def test_an_unknown_backend_is_refused(refused: Callable[..., str]) -> None:
 
 def test_a_file_as_path_is_refused(folder: Path, refused: Callable[..., str]) -> None:
     folder.write_text("a file")
-    message = refused(PathUnusableError)
-    assert str(folder) in message
-    assert "is a file" in message
-    assert str(folder / "below") in refused(PathUnusableError, folder / "below")
+    refused(PathUnusableError, folder, "is a file")
+    refused(PathUnusableError, folder / "below", path=folder / "below")
     assert folder.read_text() == "a file"
 
 
 def test_a_link_as_path_is_refused(folder: Path, refused: Callable[..., str]) -> None:
     (folder.parent / "elsewhere").mkdir()
     folder.symlink_to("elsewhere")
-    message = refused(PathUnusableError)
-    assert str(folder) in message
-    assert "symbolic link" in message
+    refused(PathUnusableError, folder, "symbolic link")
     assert not any((folder.parent / "elsewhere").iterdir())
 
 
@@ -137,9 +137,7 @@ def test_a_link_inside_the_cache_is_refused(
     link = folder / NAMESPACE.name if part == "namespace" else lane_of(folder)
     link.parent.mkdir(parents=True)
     link.symlink_to(elsewhere)
-    message = refused(PathUnusableError)
-    assert str(link) in message
-    assert "symbolic link" in message
+    refused(PathUnusableError, link, "symbolic link")
     assert not any(elsewhere.iterdir())
 
 
@@ -147,7 +145,7 @@ def test_a_link_inside_the_cache_is_refused(
 def test_a_path_that_no_file_system_takes_is_refused(
     folder: Path, refused: Callable[..., str], name: str
 ) -> None:
-    assert repr(str(folder / name)) in refused(PathUnusableError, folder / name)
+    refused(PathUnusableError, repr(str(folder / name)), path=folder / name)
 
 
 def test_nobody_else_may_look_in(folder: Path, open_bench: OpenBench) -> None:
@@ -227,9 +225,7 @@ def test_a_read_only_file_system_is_refused(
     mount: Callable[..., Path], refused: Callable[..., str]
 ) -> None:
     place = mount("-t", "tmpfs", "-o", "ro", "tmpfs")
-    message = refused(PathUnusableError, place)
-    assert str(place) in message
-    assert "Read-only file system" in message
+    refused(PathUnusableError, place, "Read-only file system", path=place)
 
 
 @pytest.mark.parametrize("fault", ["small", "full", "taken meanwhile"])
@@ -247,9 +243,7 @@ def test_a_disk_with_no_room_for_a_segment_is_refused_and_keeps_what_room_it_has
     else:
         # Until it fails, it takes the rest of the disk from everybody else.
         monkeypatch.delattr(os, "posix_fallocate")
-    message = refused(PathUnusableError, path)
-    assert str(path) in message
-    assert "No space left on device" in message
+    refused(PathUnusableError, path, "No space left on device", path=path)
     assert not list(path.rglob("*segment*")), "part of a segment was left behind"
 
 
@@ -301,11 +295,14 @@ def test_a_namespace_of_another_model_is_refused_with_the_difference(
     ours = Namespace("shared", {"model": "ours", "dtype": "bf16", "heads": 8})
     theirs = Namespace("shared", {"model": "theirs", "dtype": "bf16", "layers": 4})
     open_bench(namespace=theirs).abandon()
-    message = refused(NamespaceMismatchError, namespace=ours)
-    assert str(folder / "shared") in message
-    assert "model is 'theirs' there and 'ours' here" in message
-    assert "heads is None there and 8 here" in message
-    assert "layers is 4 there and None here" in message
+    message = refused(
+        NamespaceMismatchError,
+        folder / "shared",
+        "model is 'theirs' there and 'ours' here",
+        "heads is None there and 8 here",
+        "layers is 4 there and None here",
+        namespace=ours,
+    )
     assert "dtype" not in message
 
 
@@ -331,9 +328,7 @@ def test_any_label_makes_a_folder_of_its_own_below_the_path(
 def test_a_namespace_name_that_is_no_folder_name_is_refused(
     folder: Path, refused: Callable[..., str], name: str
 ) -> None:
-    message = refused(PathUnusableError, namespace=Namespace(name, {}))
-    assert repr(name) in message
-    assert "allowed are" in message
+    refused(PathUnusableError, repr(name), "allowed are", namespace=Namespace(name, {}))
     assert not folder.exists()
 
 
@@ -387,8 +382,7 @@ def test_the_namespace_file_says_in_full_whose_bytes_they_are(
 def test_an_identity_that_cannot_be_written_down_is_refused(
     folder: Path, refused: Callable[..., str], identity: dict[str, Any]
 ) -> None:
-    message = refused(ConfigError, namespace=Namespace("odd", identity))
-    assert "identity" in message
+    refused(ConfigError, "identity", namespace=Namespace("odd", identity))
     assert not folder.exists()
 
 
@@ -406,10 +400,7 @@ def test_a_lane_that_another_process_writes_is_refused_with_its_id(
 ) -> None:
     owner = child(HOLD, folder)
     assert "lane-0" in owner.line()
-    message = refused(LaneBusyError, lane=0)
-    assert "lane 0" in message
-    assert str(folder) in message
-    assert f"process {owner.pid}" in message
+    refused(LaneBusyError, "lane 0", folder, f"process {owner.pid}", lane=0)
     assert lane_owner(lane_of(folder)) == Owner(owner.pid, 0)
 
 
@@ -463,12 +454,10 @@ def test_when_every_lane_is_in_use_the_message_says_how_many_there_are(
 ) -> None:
     lanes = [Lane.acquire(NAMESPACE.establish(folder)) for _ in range(MAX_LANES)]
     try:
-        message = refused(LaneBusyError)
+        refused(LaneBusyError, MAX_LANES, folder)
     finally:
         for lane in lanes:
             lane.release()
-    assert str(MAX_LANES) in message
-    assert str(folder) in message
 
 
 def test_looking_at_a_lane_does_not_take_it(folder: Path, open_bench: OpenBench) -> None:

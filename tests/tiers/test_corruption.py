@@ -449,20 +449,6 @@ async def test_what_a_link_leads_to_is_neither_read_nor_written(
     assert elsewhere.read_bytes() == content
 
 
-async def test_a_segment_of_another_namespace_is_not_served_whatever_its_keys(
-    folder: Path, stored: Path, open_bench: OpenBench, tmp_path: Path
-) -> None:
-    other = Namespace("other", {"model": "other"})
-    theirs = open_bench(tmp_path / "theirs", namespace=other)
-    await theirs.store([b"their key"], [0])
-    await theirs.close([(b"their key", 0)])
-    file = tmp_path / "theirs" / "other" / "lane-0" / "segment-0.safetensors"
-    shutil.copy(file, segment_of(stored, 2))
-    bench = open_bench()
-    assert await served(bench) == ALL
-    assert await bench.tier.grow() == (None, None), "its capacity is used up"
-
-
 async def test_foreign_files_that_fill_the_capacity_leave_no_room_for_a_segment(
     folder: Path, open_bench: OpenBench
 ) -> None:

@@ -218,19 +218,6 @@ async def test_records_carry_the_epoch_and_only_those_of_it_are_found(
     assert list(last.opening.entries) == []
 
 
-async def test_a_lane_that_is_newer_than_the_epoch_of_its_namespace_is_refused(
-    open_bench: OpenBench, folder: Path
-) -> None:
-    bench = open_bench()
-    await bench.store(KEYS[:4], range(4))
-    assert await bench.tier.clear() == [0]
-    await bench.store(KEYS[4:6], range(4, 6))
-    await bench.tier.close([])
-    (folder / NAMESPACE.name / EPOCH_NAME).unlink()
-    with pytest.raises(ForeignFileError, match="epoch was lost, so nobody can tell"):
-        open_bench()
-
-
 async def test_a_lane_that_is_newer_is_refused_before_a_smaller_capacity_costs_it_anything(
     open_bench: OpenBench, folder: Path, space: Path
 ) -> None:

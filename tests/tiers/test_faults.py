@@ -8,11 +8,8 @@ from __future__ import annotations
 
 import asyncio
 import errno
-import fcntl
 import logging
 import os
-import struct
-import subprocess
 import threading
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -25,6 +22,7 @@ from kvstore.testing.bench import key_of
 from kvstore.tiers.disk.index import IndexFile, read_index
 from kvstore.tiers.disk.io import IO_BACKENDS, IOBackend, IORequest, Moved, UnderWay
 from kvstore.tiers.disk.io.buffered import BufferedIO
+from tests.faults.conftest import Device
 from tests.patience import PATIENCE, until_async
 from tests.tiers.conftest import OpenBench
 from tests.tiers.support import (
@@ -358,42 +356,12 @@ async def test_a_full_disk_stops_growth_with_a_reason_and_nothing_else(
     assert len(again.opening.entries) == len(keys)
 
 
-EXT4_IOC_SHUTDOWN = 0x8004587D
-GOING_DOWN_WITHOUT_FLUSH = 2
-
-
-@pytest.fixture
-def ext4(tmp_path: Path, mount: Callable[..., Path]) -> Callable[[], Path]:
-    """Makes a small ext4 file system, and mounts the same one again when called again."""
-    image = tmp_path / "image"
-    with open(image, "wb") as file:
-        file.truncate(16 * 2**20)
-    try:
-        subprocess.run(["mkfs.ext4", "-q", image], check=True, capture_output=True)
-    except (OSError, subprocess.CalledProcessError) as error:
-        pytest.skip(f"cannot make a file system: {error}")
-    times = iter(range(10))
-    return lambda: mount("-o", "loop", str(image), name=f"mounted-{next(times)}")
-
-
-def power_off(path: Path) -> None:
-    """From now on every access to the file system fails; what was not synced is lost."""
-    fd = os.open(path, os.O_RDONLY)
-    try:
-        fcntl.ioctl(fd, EXT4_IOC_SHUTDOWN, struct.pack("I", GOING_DOWN_WITHOUT_FLUSH))
-    except OSError as error:
-        pytest.skip(f"this file system cannot be shut down: {error}")
-    finally:
-        os.close(fd)
-
-
 async def test_a_file_system_that_goes_down_is_a_miss_and_never_an_exception(
-    ext4: Callable[[], Path], open_bench: OpenBench, caplog: pytest.LogCaptureFixture
+    ext4: Device, open_bench: OpenBench, caplog: pytest.LogCaptureFixture
 ) -> None:
-    place = ext4()
-    bench = open_bench(place / "cache", io="direct")
+    bench = open_bench(ext4.place / "cache", io="direct")
     assert all((await bench.store(KEYS, ALL)).ok)
-    power_off(place)
+    ext4.cut_power()
     assert await bench.fetch(KEYS, ALL) == [False] * SLOTS
     done = await bench.store(KEYS, ALL)
     assert done.ok == [False] * SLOTS
@@ -409,14 +377,13 @@ async def test_a_file_system_that_goes_down_is_a_miss_and_never_an_exception(
 
 
 async def test_one_path_that_goes_down_leaves_what_lies_on_the_other(
-    ext4: Callable[[], Path], tmp_path: Path, open_bench: OpenBench
+    ext4: Device, tmp_path: Path, open_bench: OpenBench
 ) -> None:
-    place = ext4()
-    bench = open_bench([place / "cache", tmp_path / "other"], segments=2)
+    bench = open_bench([ext4.place / "cache", tmp_path / "other"], segments=2)
     slots = [*range(SLOTS), *range(SLOTS, 2 * SLOTS)]
     keys = [key_of(n) for n in slots]
     assert all((await bench.store(keys, slots)).ok)
-    power_off(place)
+    ext4.cut_power()
     assert await bench.fetch(keys, slots) == [False] * SLOTS + [True] * SLOTS
     done = await bench.store(keys, slots)
     assert done.ok == [False] * SLOTS + [True] * SLOTS

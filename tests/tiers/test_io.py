@@ -79,6 +79,14 @@ def file(backend: IOBackend, tmp_path: Path) -> Iterator[Path]:
         yield path
 
 
+@pytest.fixture
+def fd(backend: IOBackend, file: Path) -> Iterator[int]:
+    """The same file, opened by the backend."""
+    fd = backend.open(file)
+    yield fd
+    backend.close(fd)
+
+
 def lengths(outcomes: Sequence[Moved | OSError]) -> list[int | None]:
     """The bytes moved of each run, None where it failed."""
     return [None if isinstance(each, OSError) else each.length for each in outcomes]
@@ -94,11 +102,9 @@ def rows(memory: PinnedRegion, *numbers: int) -> list[memoryview]:
 
 
 def test_a_run_is_written_from_buffers_in_their_order(
-    backend: IOBackend, file: Path, memory: PinnedRegion
+    backend: IOBackend, fd: int, file: Path, memory: PinnedRegion
 ) -> None:
-    fd = backend.open(file)
     backend.write(fd, rows(memory, 5, 0, 9), 2 * PAGE)
-    backend.close(fd)
     expected = b"".join([bytes(2 * PAGE), *rows(memory, 5, 0, 9), bytes((PAGES - 5) * PAGE)])
     assert file.read_bytes() == expected
 
@@ -116,15 +122,13 @@ def test_a_run_is_read_into_buffers_in_their_order(
 
 
 def test_a_file_that_was_cut_short_after_it_was_used_is_a_short_read(
-    backend: IOBackend, file: Path, memory: PinnedRegion
+    backend: IOBackend, fd: int, file: Path, memory: PinnedRegion
 ) -> None:
-    fd = backend.open(file)
     assert backend.read(fd, rows(memory, 0, 1), 0) == 2 * PAGE
     os.truncate(file, PAGE + 100)
     assert PAGE <= backend.read(fd, rows(memory, 0, 1), 0) <= PAGE + 100
     os.truncate(file, 0)
     assert backend.read(fd, rows(memory, 0, 1), 0) == 0
-    backend.close(fd)
 
 
 def test_what_one_descriptor_writes_every_other_reads(
@@ -151,9 +155,8 @@ def test_a_descriptor_that_is_used_again_is_another_file(
 
 
 def test_many_threads_may_use_one_descriptor(
-    backend: IOBackend, file: Path, memory: PinnedRegion
+    backend: IOBackend, fd: int, memory: PinnedRegion
 ) -> None:
-    fd = backend.open(file)
     expected = memory.array.copy()
 
     def move(page: int) -> int:
@@ -163,7 +166,6 @@ def test_many_threads_may_use_one_descriptor(
 
     with ThreadPoolExecutor(8) as pool:
         assert list(pool.map(move, range(PAGES))) == [PAGE] * PAGES
-    backend.close(fd)
     assert (memory.array == expected).all()
 
 
@@ -235,14 +237,12 @@ print(path.stat().st_size // PAGE, "pages")
 
 
 def test_runs_of_one_batch_are_moved_each_to_its_place(
-    backend: IOBackend, file: Path, memory: PinnedRegion
+    backend: IOBackend, fd: int, file: Path, memory: PinnedRegion
 ) -> None:
-    fd = backend.open(file)
     runs = [IORequest(fd, rows(memory, n, n + 1), 3 * n * PAGE) for n in range(10)]
     assert lengths(backend.move_all(runs, load=False)) == [2 * PAGE] * 10
     back = [IORequest(fd, rows(memory, 20 + n), 3 * n * PAGE) for n in range(10)]
     assert lengths(backend.move_all(back, load=True)) == [PAGE] * 10
-    backend.close(fd)
     for n in range(10):
         assert (memory.array[20 + n] == memory.array[n]).all()
     content = np.frombuffer(file.read_bytes(), np.uint8).reshape(PAGES, PAGE)
@@ -268,22 +268,19 @@ def test_more_runs_than_the_kernel_takes_at_once_are_all_moved(
 
 @pytest.mark.parametrize("size", [1, 240, 241, 1000, PAGE])
 def test_digests_are_those_of_the_first_bytes_of_each_buffer(
-    backend: IOBackend, file: Path, memory: PinnedRegion, size: int
+    backend: IOBackend, fd: int, memory: PinnedRegion, size: int
 ) -> None:
-    fd = backend.open(file)
     runs = [IORequest(fd, rows(memory, 3 * n, 3 * n + 1), 2 * n * PAGE) for n in range(8)]
     expected = [[digest(row[:size]) for row in run.buffers] for run in runs]
     assert digests_of(backend.move_all(runs, size, load=False)) == expected
     memory.array[:] = 0
     assert digests_of(backend.move_all(runs, size, load=True)) == expected
     assert [[digest(row[:size]) for row in run.buffers] for run in runs] == expected
-    backend.close(fd)
 
 
 def test_no_digest_is_told_of_what_was_not_moved(
-    backend: IOBackend, file: Path, memory: PinnedRegion
+    backend: IOBackend, fd: int, memory: PinnedRegion
 ) -> None:
-    fd = backend.open(file)
     runs = [
         IORequest(fd, rows(memory, 0, 1, 2), (PAGES - 1) * PAGE),
         IORequest(10**6, rows(memory, 3), 0),
@@ -296,7 +293,6 @@ def test_no_digest_is_told_of_what_was_not_moved(
     assert lengths(outcomes) == [PAGE, None, 0, PAGE]
     (failed,) = backend.move_all(runs[1:2], 100, load=False)
     assert isinstance(failed, OSError)
-    backend.close(fd)
 
 
 LONG = 131 * PAGE
@@ -410,35 +406,29 @@ def test_whatever_may_be_in_flight_all_is_moved(
 
 
 def test_a_batch_that_fails_leaves_the_one_beside_it_whole(
-    backend: IOBackend, file: Path, memory: PinnedRegion
+    backend: IOBackend, fd: int, memory: PinnedRegion
 ) -> None:
-    fd = backend.open(file)
     bad = backend.begin([IORequest(10**6, rows(memory, n), 0) for n in range(4)], 5, load=True)
     good = backend.begin([IORequest(fd, rows(memory, n), n * PAGE) for n in range(4)], 5, load=True)
     assert lengths(good.end()) == [PAGE] * 4
     assert lengths(bad.end()) == [None] * 4
-    backend.close(fd)
 
 
-def test_what_has_ended_does_not_wait(backend: IOBackend, file: Path, memory: PinnedRegion) -> None:
-    fd = backend.open(file)
+def test_what_has_ended_does_not_wait(backend: IOBackend, fd: int, memory: PinnedRegion) -> None:
     under_way = backend.begin([IORequest(fd, rows(memory, n), 0) for n in range(4)], load=True)
     under_way.end()
     assert not under_way.waits()
-    backend.close(fd)
 
 
 def test_digests_are_only_made_where_they_are_wanted(
-    backend: IOBackend, file: Path, memory: PinnedRegion
+    backend: IOBackend, fd: int, memory: PinnedRegion
 ) -> None:
-    fd = backend.open(file)
     runs = [IORequest(fd, rows(memory, 0, 1), 0)]
     assert (
         digests_of(backend.move_all(runs, load=False))
         == digests_of(backend.move_all(runs, load=True))
         == [[]]
     )
-    backend.close(fd)
 
 
 def test_a_run_that_fails_fails_alone(
@@ -464,9 +454,8 @@ def test_no_runs_are_no_work(backend: IOBackend) -> None:
 
 
 def test_a_call_that_failed_leaves_nothing_for_the_next(
-    backend: IOBackend, file: Path, memory: PinnedRegion
+    backend: IOBackend, fd: int, file: Path, memory: PinnedRegion
 ) -> None:
-    fd = backend.open(file)
     backend.write(fd, rows(memory, 1), 0)
     for _ in range(3):
         with pytest.raises(OSError, match="Bad file descriptor"):
@@ -474,7 +463,6 @@ def test_a_call_that_failed_leaves_nothing_for_the_next(
         assert backend.read(fd, rows(memory, 4), 0) == PAGE
         assert (memory.array[4] == memory.array[1]).all()
         memory.array[4] = 0
-    backend.close(fd)
 
 
 def test_a_thread_that_gets_no_context_for_native_aio_goes_on_without(

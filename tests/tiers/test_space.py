@@ -6,7 +6,6 @@ import errno
 import mmap
 import os
 import random
-import subprocess
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -15,6 +14,7 @@ import pytest
 from kvstore.testing.bench import TierBench, key_of
 from kvstore.tiers.disk import DiskTier
 from kvstore.tiers.disk.format import Geometry
+from tests.faults.conftest import Device
 from tests.tiers.conftest import OpenBench
 from tests.tiers.support import NAMESPACE, SEGMENT, SLOTS, disk_of, segment_of
 from tests.tiers.test_peers import Follower
@@ -27,21 +27,9 @@ KEYS = [key_of(number) for number in range(SLOTS)]
 LARGE = Geometry(120, 64 * 1024, 64 * 1024)
 
 
-def made(kind: str, tmp_path: Path, mount: Callable[..., Path]) -> Path:
-    """A file system of 300 MiB."""
-    image = tmp_path / "image"
-    with image.open("wb") as file:
-        file.truncate(300 * 2**20)
-    try:
-        subprocess.run([f"mkfs.{kind}", "-q", image], check=True, capture_output=True)
-    except (OSError, subprocess.CalledProcessError) as error:
-        pytest.skip(f"cannot make a file system: {error}")
-    return mount("-o", "loop", str(image))
-
-
 @pytest.fixture
 def btrfs(tmp_path: Path, mount: Callable[..., Path]) -> Path:
-    return made("btrfs", tmp_path, mount)
+    return Device("btrfs", tmp_path / "image", mount).place
 
 
 @pytest.fixture
@@ -83,7 +71,9 @@ async def test_a_segment_is_made_where_only_an_allocation_can_tell_whether_there
     tmp_path: Path, mount: Callable[..., Path], monkeypatch: pytest.MonkeyPatch, known: str
 ) -> None:
     """XFS counts as taken what it has set aside for files that grow."""
-    place = made("xfs", tmp_path, mount) if known == "too little" else tmp_path / "cache"
+    place = tmp_path / "cache"
+    if known == "too little":
+        place = Device("xfs", tmp_path / "image", mount).place
 
     def statvfs(path: object) -> os.statvfs_result:
         if known == "not at all":

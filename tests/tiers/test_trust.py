@@ -73,10 +73,13 @@ async def served(bench: TierBench) -> int:
     return sum(await bench.fetch(keys, [entries[key] for key in keys]))
 
 
-def refusal(open_bench: OpenBench, path: Path) -> str:
+def refuses(open_bench: OpenBench, path: Path, *said: object) -> str:
+    """Opening is refused in words that have all of these."""
     with pytest.raises(PathUnusableError) as caught:
         open_bench(path)
-    return str(caught.value)
+    message = str(caught.value)
+    assert [each for each in said if str(each) not in message] == [], message
+    return message
 
 
 BECOME_STRANGER = f"""
@@ -107,11 +110,8 @@ async def test_what_another_user_planted_is_refused_and_served_to_who_says_that_
     public: Path, child: StartChild, open_bench: OpenBench
 ) -> None:
     assert child(PLANT, public).line() == "planted"
-    message = refusal(open_bench, public)
+    message = refuses(open_bench, public, "root", "chown", "strict_modes = false")
     assert message.startswith(f"{public / NAMESPACE.name} belongs to user nobody")
-    assert "root" in message
-    assert "chown" in message
-    assert "strict_modes = false" in message
     assert await served(open_bench(public, strict_modes=False)) == SLOTS
 
 
@@ -147,9 +147,8 @@ def test_a_parent_that_every_user_may_write_to_is_refused(
     parent.mkdir(parents=True)
     parent.chmod(mode)
     for path in (parent, parent / "cache", parent / "deep" / "er"):
-        message = refusal(open_bench, path)
-        assert f"{parent} may be written by every user (mode {mode:04o})" in message
-        assert "chmod" in message
+        written = f"{parent} may be written by every user (mode {mode:04o})"
+        refuses(open_bench, path, written, "chmod")
     assert not any(parent.iterdir()), "something was made in a folder that was refused"
 
 
@@ -158,9 +157,7 @@ def test_a_folder_that_a_group_may_write_to_is_refused(folder: Path, open_bench:
     folder.mkdir()
     os.chown(folder, -1, STRANGER)
     folder.chmod(0o770)
-    message = refusal(open_bench, folder)
-    assert "may be written by group " in message
-    assert "(mode 0770)" in message
+    refuses(open_bench, folder, "may be written by group ", "(mode 0770)")
 
 
 def test_the_group_that_a_user_has_alone_is_that_user(
@@ -177,7 +174,7 @@ def test_the_group_that_a_user_has_alone_is_that_user(
     monkeypatch.setattr(grp, "getgrgid", lambda _: grp.struct_group(found))
     open_bench().abandon()
     found[3] = [owner.pw_name, "somebody"]
-    assert "may be written by group" in refusal(open_bench, folder)
+    refuses(open_bench, folder, "may be written by group")
 
 
 def test_a_group_that_is_another_users_primary_one_is_not_private(
@@ -213,9 +210,7 @@ async def test_what_an_access_control_list_lets_others_write_to_is_refused(
         os.setxattr(path, "system.posix_acl_access", struct.pack("<I", 2) + b"".join(packed))
     except OSError as error:
         pytest.skip(f"no access control lists here: {error}")
-    message = refusal(open_bench, stored)
-    assert str(path) in message
-    assert ", by its access control list: setfacl -b" in message
+    refuses(open_bench, stored, path, ", by its access control list: setfacl -b")
     # What gives nobody else more is no reason, be it read, or of the owner itself.
     entries[1:2] = [(2, 5, STRANGER), (2, 7, os.geteuid()), (2, 7, 0)]
     entries[1:4] = sorted(set(entries[1:4]), key=lambda entry: entry[2])
@@ -246,9 +241,7 @@ def test_what_belongs_to_another_user_is_refused_by_name(
     open_bench(folder).abandon()
     target = part_of(folder, part)
     os.chown(target, STRANGER, -1)
-    message = refusal(open_bench, folder)
-    assert str(target) in message
-    assert "belongs to user nobody" in message
+    refuses(open_bench, folder, target, "belongs to user nobody")
 
 
 @pytest.mark.parametrize("part", ["namespace", "lane", "namespace.json", "lock"])
@@ -259,9 +252,7 @@ def test_what_others_may_write_to_is_refused_by_name(
     target = part_of(folder, part)
     # Sticky is no excuse where nobody else has any business.
     target.chmod(0o1777 if target.is_dir() else 0o666)
-    message = refusal(open_bench, folder)
-    assert str(target) in message
-    assert "may be written by every user" in message
+    refuses(open_bench, folder, target, "may be written by every user")
     open_bench(strict_modes=False)
 
 
@@ -325,15 +316,15 @@ def test_links_on_the_way_are_followed_where_their_owner_is_trusted(
     open_bench(tmp_path / "relative" / "cache")
     assert (tmp_path / "real" / "deep" / "cache" / NAMESPACE.name).is_dir()
     os.chown(tmp_path / "absolute", STRANGER, -1, follow_symlinks=False)
-    message = refusal(open_bench, tmp_path / "relative" / "cache")
-    assert f"{tmp_path / 'absolute'} is a symbolic link that belongs to user nobody" in message
+    link = f"{tmp_path / 'absolute'} is a symbolic link that belongs to user nobody"
+    refuses(open_bench, tmp_path / "relative" / "cache", link)
 
 
 def test_where_a_link_leads_is_looked_at_too(tmp_path: Path, open_bench: OpenBench) -> None:
     (tmp_path / "open").mkdir()
     (tmp_path / "open").chmod(0o777)
     (tmp_path / "link").symlink_to("open")
-    assert f"{tmp_path / 'open'} may be" in refusal(open_bench, tmp_path / "link" / "cache")
+    refuses(open_bench, tmp_path / "link" / "cache", f"{tmp_path / 'open'} may be")
 
 
 @pytest.mark.usefixtures("as_root")
@@ -378,7 +369,7 @@ def test_what_is_mounted_when_it_is_used_is_used(tmp_path: Path, below: str) -> 
 def test_links_in_a_circle_are_refused(tmp_path: Path, open_bench: OpenBench) -> None:
     (tmp_path / "a").symlink_to("b")
     (tmp_path / "b").symlink_to("a")
-    assert "Too many levels" in refusal(open_bench, tmp_path / "a" / "cache")
+    refuses(open_bench, tmp_path / "a" / "cache", "Too many levels")
 
 
 def test_what_is_made_passes_whatever_the_mask(folder: Path, open_bench: OpenBench) -> None:
@@ -396,7 +387,7 @@ def test_a_walk_leaves_no_descriptor(tmp_path: Path, open_bench: OpenBench) -> N
     open_bench(tmp_path / "cache").abandon()
     (tmp_path / "open").mkdir(mode=0o777)
     (tmp_path / "open").chmod(0o777)
-    refusal(open_bench, tmp_path / "open" / "cache")
+    refuses(open_bench, tmp_path / "open" / "cache")
     assert os.listdir("/proc/self/fd") == before
 
 
@@ -426,9 +417,7 @@ def test_a_lock_with_a_second_name_is_refused_and_its_target_kept(
     lock = lane_of(folder) / "lock"
     lock.unlink()
     os.link(precious, lock)
-    message = refusal(open_bench, folder)
-    assert str(lock) in message
-    assert "2 names (hard links)" in message
+    refuses(open_bench, folder, lock, "2 names (hard links)")
     assert precious.read_text() == "somebody's"
 
 
@@ -480,16 +469,6 @@ async def test_a_folder_named_like_an_unpublished_namespace_stops_nobody(
 
 
 # -- foreign files and the capacity --------------------------------------------------------
-
-
-async def test_a_huge_file_of_nothing_costs_no_chunk_and_no_room(
-    stored: Path, open_bench: OpenBench
-) -> None:
-    with (lane_of(stored) / "core.1234").open("wb") as file:
-        file.truncate(2**40)
-    bench = open_bench()
-    assert await served(bench) == SLOTS
-    assert bench.opening.max_segments == 3
 
 
 async def test_a_foreign_file_takes_the_room_that_it_has_on_the_disk(

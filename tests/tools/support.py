@@ -10,11 +10,20 @@ import pty
 import subprocess
 import sys
 from typing import IO, Any
+from unittest.mock import patch
 
 from kvstore.tools.cli import main
 from tests.patience import PATIENCE
 
-__all__ = ["command", "error_of", "in_a_process", "json_of", "on_terminal", "run"]
+__all__ = [
+    "answering",
+    "command",
+    "error_of",
+    "in_a_process",
+    "json_of",
+    "on_terminal",
+    "run",
+]
 
 
 def command(*arguments: str) -> subprocess.CompletedProcess[str]:
@@ -45,6 +54,19 @@ def error_of(*arguments: object, status: int = 2) -> str:
     done = command(*map(str, arguments))
     assert done.returncode == status, done.stdout + done.stderr
     return done.stderr
+
+
+class Terminal(io.StringIO):
+    """A person, who types this."""
+
+    def isatty(self) -> bool:
+        return True
+
+
+def answering(typed: str, *arguments: object) -> subprocess.CompletedProcess[str]:
+    """Run `kvstore` for a person who types that, with its outputs in pipes."""
+    with patch("sys.stdin", Terminal(f"{typed}\n")):
+        return command(*map(str, arguments))
 
 
 def in_a_process(

@@ -128,9 +128,9 @@ async def test_of_two_copies_a_whole_one_is_exported_and_shown(tmp_path: Path) -
     done = export_bundle(here, file_of)
     assert (done.chunks, done.faults) == (len(KEYS), [])
     assert load_file(str(file_of))[KEYS[0].hex()].tobytes() == payloads(KEYS[:1])[0]
-    told = command("show", str(here), KEYS[0].hex(), "--json")
-    assert (told.returncode, json.loads(told.stdout)["whole"]) == (0, True)
-    assert json.loads(told.stdout)["segment"] != str(place.path)
+    told = json_of("show", here, KEYS[0].hex())
+    assert told["whole"] is True
+    assert told["segment"] != str(place.path)
 
 
 async def test_some_keys_may_be_named_and_a_file_is_not_replaced_unasked(tmp_path: Path) -> None:
@@ -472,7 +472,7 @@ async def test_with_keys_an_export_takes_the_copy_that_is_whole(tmp_path: Path) 
         (["--keys", str(others)], f"1 chunk encrypted with keys that {others} does not have"),
     ]:
         assert told in run(*export, *given)
-        assert json.loads(command(*export, *given, "--json").stdout)["unchecked"] == 1
+        assert json_of(*export, *given)["unchecked"] == 1
         # Nobody could tell, and the importer does.
         assert len(import_bundle(file, tmp_path / "there", keys=str(secrets)).faults) == 1
     with pytest.raises(KVStoreError, match="encrypted with keys that .*others has not"):
@@ -764,9 +764,7 @@ async def test_a_chunk_is_shown_with_its_numbers(tmp_path: Path) -> None:
     values[7] = np.nan
     async with kvstore.open(settings(tmp_path)) as store:
         await store.put([b"key"], [values], durable=True)
-    done = command("show", str(tmp_path), b"key".hex(), "--dtype", "float32", "--json")
-    told = json.loads(done.stdout)
-    assert done.returncode == 0
+    told = json_of("show", tmp_path, b"key".hex(), "--dtype", "float32")
     assert (told["values"], told["not_finite"], told["min"], told["max"]) == (1024, 1, -2.0, 2.0)
     assert told["whole"]
     async with kvstore.open(settings(tmp_path)) as store:

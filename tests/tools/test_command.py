@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import shlex
@@ -49,7 +48,7 @@ def test_inspect_lists_namespaces_lanes_and_segments(cache: Path) -> None:
 
 
 def test_inspect_as_json_has_counts_bytes_and_times(cache: Path) -> None:
-    told = json.loads(command("inspect", str(cache), "--json").stdout)
+    told = json_of("inspect", cache)
     (namespace,) = told["namespaces"]
     assert namespace["identity"]["model"] == "tiny"
     (lane,) = namespace["lanes"]
@@ -63,7 +62,7 @@ def test_inspect_as_json_has_counts_bytes_and_times(cache: Path) -> None:
 async def test_reads_are_counted_across_a_restart(cache: Path) -> None:
     async with kvstore.open(config(cache)) as store, store.get(KEYS[:5]) as chunks:
         assert len(chunks) == 5
-    told = json.loads(command("inspect", str(cache), "--json").stdout)
+    told = json_of("inspect", cache)
     lane = told["namespaces"][0]["lanes"][0]
     assert sum(segment["reads"] for segment in lane["segments"]) == 5
 
@@ -243,7 +242,7 @@ async def test_inspect_shows_the_epoch_and_compact_gives_older_chunks_back(cache
     text = command("inspect", str(cache)).stdout
     assert f"namespace {namespace.name}, epoch 3" in text
     assert re.search(r" outdated .*\n +0 +- +0 +0 B .* 30 ", text)
-    told = json.loads(command("inspect", str(cache), "--json").stdout)["namespaces"][0]
+    told = json_of("inspect", cache)["namespaces"][0]
     assert (told["epoch"], told["lanes"][0]["epoch"]) == (3, 0)
     # Nobody will find them: whether they are whole, and forgetting them, matters to nobody.
     for segment in namespace.rglob("segment-*"):
@@ -254,7 +253,7 @@ async def test_inspect_shows_the_epoch_and_compact_gives_older_chunks_back(cache
     run("verify", cache)
     assert "would forget 0 chunks" in command("purge", str(cache), "--all", "--dry-run").stdout
     run("compact", cache)
-    told = json.loads(command("inspect", str(cache), "--json").stdout)["namespaces"][0]
+    told = json_of("inspect", cache)["namespaces"][0]
     assert (told["epoch"], told["lanes"][0]["epoch"]) == (3, None)
     assert told["lanes"][0]["segments"] == []
     (namespace / "epoch").write_text("soon\n")

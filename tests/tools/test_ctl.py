@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import io
 import json
-import subprocess
-import sys
 from collections.abc import Sequence
 from pathlib import Path
+from unittest.mock import patch
 
 import kvstore
 from kvstore.sizes import format_size
 from tests.store.support import CHUNK, keys_of, payloads, small
+from tests.tools.support import command
 from tests.tools.test_top import served
 
 A = keys_of("a", 4)
@@ -19,15 +20,8 @@ A = keys_of("a", 4)
 
 async def ctl(*words: str, given: str = "") -> tuple[int, str, str]:
     """Exit status, output and errors of the command."""
-    done = await asyncio.to_thread(
-        subprocess.run,
-        [sys.executable, "-m", "kvstore.tools", "ctl", *words],
-        input=given,
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=60,
-    )
+    with patch("sys.stdin", io.StringIO(given)):
+        done = await asyncio.to_thread(command, "ctl", *words)
     return done.returncode, done.stdout, done.stderr
 
 

@@ -14,7 +14,7 @@ import pytest
 import kvstore
 from kvstore.maintenance.offline import PurgedLane, purge
 from tests.store.support import CHUNK, keys_of, payloads, small
-from tests.tools.support import command, error_of, json_of, on_terminal, run
+from tests.tools.support import answering, command, error_of, json_of, on_terminal, run
 
 
 def model(path: Path, name: str) -> dict[str, Any]:
@@ -49,8 +49,7 @@ async def test_gc_empties_all_namespaces_but_those_used_last(tmp_path: Path) -> 
     assert "keep  third-" in run("gc", tmp_path, "--keep", "2")
     assert held(tmp_path) == {"first": 0, "second": 6, "third": 6}
     assert not list(tmp_path.glob("first-*/*/segment-*")), "the space is given back"
-    again = command("gc", str(tmp_path), "--keep", "2", "--json")
-    assert json.loads(again.stdout)["emptied"] == []
+    assert json_of("gc", tmp_path, "--keep", "2")["emptied"] == []
     async with kvstore.open(model(tmp_path, "first")) as store:
         assert await store.put(keys_of("first", 6), payloads(keys_of("first", 6))) == 6
 
@@ -88,18 +87,19 @@ async def test_what_is_used_again_after_gc_has_looked_stays(
 
 async def test_purge_and_gc_ask_a_person(tmp_path: Path) -> None:
     await three_models(tmp_path)
-    for arguments in (("purge", "--all"), ("gc", "--keep", "1")):
-        for answer, status in (("n", 2), ("", 2), ("y", 0)):
-            asked, ended = on_terminal([arguments[0], str(tmp_path), *arguments[1:]], f"{answer}\n")
-            assert "? [y/N]" in asked, asked
-            assert ended == status, asked
-            assert ("nothing was changed" in asked) == (status == 2)
-            if status == 2:
-                assert sum(held(tmp_path).values()) == 18
+    for name, *more in (("purge", "--all"), ("gc", "--keep", "1")):
+        for typed in ("n", ""):
+            done = answering(typed, name, tmp_path, *more)
+            assert done.returncode == 2
+            assert "? [y/N]" in done.stderr
+            assert "nothing was changed" in done.stderr
+            assert sum(held(tmp_path).values()) == 18
+        asked, ended = on_terminal([name, str(tmp_path), *more], "y\n")
+        assert "? [y/N]" in asked
+        assert (ended, "nothing was changed" in asked) == (0, False), asked
         await three_models(tmp_path)
-    asked, ended = on_terminal(["purge", str(tmp_path), "--all", "--yes"], "")
-    assert "[y/N]" not in asked
-    assert ended == 0
+    done = answering("", "purge", tmp_path, "--all", "--yes")
+    assert (done.returncode, "[y/N]" in done.stderr) == (0, False)
     assert sum(held(tmp_path).values()) == 0
 
 
@@ -148,18 +148,15 @@ async def test_what_was_interrupted_is_finished_by_the_next(tmp_path: Path) -> N
     (first,) = tmp_path.glob("first-*")
     run("purge", tmp_path, "--namespace", first.name, "--all")
     assert list(first.rglob("segment-*"))
-    done = command("gc", str(tmp_path), "--keep", "2")
-    assert "no chunks" in done.stdout
-    assert done.returncode == 0
+    assert "no chunks" in run("gc", tmp_path, "--keep", "2")
     assert not list(first.rglob("segment-*"))
     assert held(tmp_path) == {"first": 0, "second": 6, "third": 6}
 
 
 async def test_the_question_is_not_in_the_output_and_json_asks_as_well(tmp_path: Path) -> None:
     await three_models(tmp_path)
-    asked, ended = on_terminal(["purge", str(tmp_path), "--all", "--json"], "n\n")
-    assert "[y/N]" in asked
-    assert ended == 2
+    done = answering("n", "purge", tmp_path, "--all", "--json")
+    assert (done.returncode, "[y/N]" in done.stderr, "[y/N]" in done.stdout) == (2, True, False)
     assert sum(held(tmp_path).values()) == 18
 
 
@@ -182,7 +179,7 @@ async def test_a_namespace_that_no_server_opens_takes_no_place_among_the_kept(
         assert "leave third-" in said
         assert "remove the folder" in said
     assert held(tmp_path) == {"first": 0, "second": 6, "third": 6}
-    told = json.loads(command("gc", str(tmp_path), "--keep", "1", "--json").stdout)
+    told = json_of("gc", tmp_path, "--keep", "1", status=1)
     assert [name.startswith("third-") for name in told["left"]] == [True]
     # Nor is anything of it forgotten.
     assert "remove the folder" in run(
@@ -194,11 +191,8 @@ async def test_gc_tells_what_it_left_with_a_fault(tmp_path: Path) -> None:
     await three_models(tmp_path)
     (segment, *_) = sorted(tmp_path.glob("first-*/lane-0/segment-*"))
     os.truncate(segment, segment.stat().st_size - 5000)
-    done = command("gc", str(tmp_path), "--keep", "2", "--json")
-    told = json.loads(done.stdout)
-    (compacted,) = told["compacted"]
+    (compacted,) = json_of("gc", tmp_path, "--keep", "2", status=1)["compacted"]
     assert compacted["result"]["faults"]
-    assert done.returncode == 1
 
 
 async def test_gc_empties_nothing_that_may_have_been_used_later_than_it_can_read(
@@ -230,9 +224,8 @@ async def test_gc_empties_nothing_for_a_model_whose_clock_was_ahead(
         async with kvstore.open(model(tmp_path, "early")) as store:
             await store.put(keys_of("early", 6), payloads(keys_of("early", 6)))
     await three_models(tmp_path)
-    done = command("gc", str(tmp_path), "--keep", "3", "--json")
-    told = json.loads(done.stdout)
-    assert (done.returncode, told["emptied"], len(told["kept"])) == (1, [], 3)
+    told = json_of("gc", tmp_path, "--keep", "3", status=1)
+    assert (told["emptied"], len(told["kept"])) == ([], 3)
     (reason,) = told["left"].values()
     assert reason == "used in the future, by a clock that was ahead"
     assert held(tmp_path) == {"early": 6, "first": 6, "second": 6, "third": 6}
@@ -249,28 +242,28 @@ def test_keys_in_a_variable_are_not_changed(tmp_path: Path) -> None:
 
 
 def test_who_retires_keys_is_asked(tmp_path: Path) -> None:
-    keys = str(tmp_path / "keys.toml")
+    keys = tmp_path / "keys.toml"
     for _ in range(2):
         run("keys", keys, "--add", "*")
-    before = command("keys", keys).stdout
-    shown, status = on_terminal(["keys", keys, "--retire", "*"], "n\n")
-    assert "remove 1 older key of '*'?" in shown
-    assert "reencrypt comes first" in shown
-    assert status == 2
-    assert command("keys", keys).stdout == before
-    assert on_terminal(["keys", keys, "--retire", "*"], "y\n")[1] == 0
-    assert command("keys", keys).stdout != before
+    before = run("keys", keys)
+    done = answering("n", "keys", keys, "--retire", "*")
+    assert "remove 1 older key of '*'?" in done.stderr
+    assert "reencrypt comes first" in done.stderr
+    assert done.returncode == 2
+    assert run("keys", keys) == before
+    assert answering("y", "keys", keys, "--retire", "*").returncode == 0
+    assert run("keys", keys) != before
     # There is none to be lost now.
-    assert "remove" not in on_terminal(["keys", keys, "--retire", "*"], "")[0]
+    assert "remove" not in answering("", "keys", keys, "--retire", "*").stderr
 
 
 def test_who_forgets_keys_is_asked(tmp_path: Path) -> None:
-    keys = str(tmp_path / "keys.toml")
+    keys = tmp_path / "keys.toml"
     for tenant in ("*", "alice"):
         run("keys", keys, "--add", tenant)
-    shown, status = on_terminal(["keys", keys, "--forget", "alice"], "n\n")
-    assert "forget the keys of 'alice'?" in shown
-    assert status == 2
-    assert "alice" in command("keys", keys).stdout
-    assert on_terminal(["keys", keys, "--forget", "alice"], "y\n")[1] == 0
-    assert "alice" not in command("keys", keys).stdout
+    done = answering("n", "keys", keys, "--forget", "alice")
+    assert "forget the keys of 'alice'?" in done.stderr
+    assert done.returncode == 2
+    assert "alice" in run("keys", keys)
+    assert answering("y", "keys", keys, "--forget", "alice").returncode == 0
+    assert "alice" not in run("keys", keys)

@@ -231,16 +231,6 @@ def test_a_lane_of_nothing_but_damaged_segments_is_not_called_empty(cache: Path)
         assert told.count("WRONG") == len(segments(cache))
 
 
-def test_a_fault_names_its_path_once(cache: Path) -> None:
-    first = segments(cache)[0]
-    flip(first, 30)
-    (line,) = (line for line in run("verify", cache)[1].splitlines() if "WRONG" in line)
-    assert line.count(str(first)) == 1
-    (namespace_of(cache) / "namespace.json").write_text("{")
-    for line in run("inspect", cache)[1].splitlines():
-        assert line.count("namespace.json") <= 1
-
-
 def test_what_no_command_mends_says_what_to_do_and_that_helps(cache: Path) -> None:
     described = namespace_of(cache) / "namespace.json"
     described.write_text("{")

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import io
 import itertools
-import json
 import os
 import random
 import re
 import shutil
-import sys
 import threading
 from pathlib import Path
 from typing import Any
@@ -23,7 +20,7 @@ from kvstore.maintenance.survey import Progress, survey, verify
 from kvstore.tools.cli import main
 from tests.patience import until_async
 from tests.tools import test_command
-from tests.tools.support import command, error_of, in_a_process, json_of, run
+from tests.tools.support import answering, error_of, in_a_process, json_of, run
 from tests.tools.test_command import CHUNK
 
 CAPACITY = 10 * 2**20
@@ -110,9 +107,9 @@ async def test_compaction_puts_chunks_that_follow_each_other_side_by_side(tmp_pa
 async def test_a_dry_run_says_what_would_be_gained_and_changes_nothing(tmp_path: Path) -> None:
     await sparse_cache(tmp_path)
     before = {f: f.read_bytes() for f in tmp_path.glob("*/lane-0/segment-*")}
-    told = json.loads(command("compact", str(tmp_path), "--dry-run", "--json").stdout)
+    told = json_of("compact", tmp_path, "--dry-run")
     assert {f: f.read_bytes() for f in tmp_path.glob("*/lane-0/segment-*")} == before
-    done = json.loads(command("compact", str(tmp_path), "--json").stdout)
+    done = json_of("compact", tmp_path)
     promised, got = told["lanes"][0]["result"]["after"], done["lanes"][0]["result"]["after"]
     assert promised["segments"] == got["segments"]
     assert promised["file_bytes"] == got["file_bytes"]
@@ -147,15 +144,13 @@ async def test_compacting_twice_moves_nothing_the_second_time(tmp_path: Path) ->
 
 async def test_compaction_drops_a_damaged_chunk_and_says_so(tmp_path: Path) -> None:
     left = await sparse_cache(tmp_path)
-    told = json.loads(command("inspect", str(tmp_path), "--json").stdout)
+    told = json_of("inspect", tmp_path)
     segments = told["namespaces"][0]["lanes"][0]["segments"]
     segment = min((s for s in segments if s["live"]), key=lambda s: s["live"])
     with open(segment["path"], "r+b") as file:
         file.seek(segment["file_bytes"] - segment["slots"] * segment["slot_bytes"])
         file.write(os.urandom(segment["slots"] * segment["slot_bytes"]))
-    done = command("compact", str(tmp_path), "--json")
-    result = json.loads(done.stdout)["lanes"][0]["result"]
-    assert done.returncode == 1
+    result = json_of("compact", tmp_path, status=1)["lanes"][0]["result"]
     assert result["dropped"] == segment["live"]
     assert len(await survivors(tmp_path)) == len(left) - segment["live"]
 
@@ -205,8 +200,7 @@ async def test_purge_by_age_key_and_namespace(tmp_path: Path) -> None:
     assert namespace in error_of("purge", tmp_path, "--namespace", "other")
     assert purge(tmp_path, namespace=namespace, dry_run=True)[0].chunks == 9
     assert await survivors(tmp_path) == set(KEYS[:10]) - {KEYS[3]}
-    done = command("purge", str(tmp_path), "--unused", "1h", "--json")
-    assert json.loads(done.stdout)["lanes"][0]["chunks"] == 0
+    assert json_of("purge", tmp_path, "--unused", "1h")["lanes"][0]["chunks"] == 0
     run("purge", tmp_path, "--all")
     assert await survivors(tmp_path) == set()
 
@@ -279,9 +273,7 @@ async def test_what_a_tenant_has_is_counted_and_purged_by_name(tmp_path: Path) -
     said = run("inspect", tmp_path, *names)
     for row in ("alice      30", "bob      20", "nobody       0", "others      10"):
         assert row in said
-    (namespace,) = json.loads(command("inspect", str(tmp_path), *names, "--json").stdout)[
-        "namespaces"
-    ]
+    (namespace,) = json_of("inspect", tmp_path, *names)["namespaces"]
     assert namespace["tenants"] == {"alice": 30, "bob": 20, "nobody": 0, "others": 10}
     assert purge(tmp_path, tenant="alice", key=KEYS[0])[0].chunks == 0
     run("purge", tmp_path, "--tenant", "alice")
@@ -433,19 +425,12 @@ async def test_a_cache_whose_epoch_was_lost_is_told_by_every_command(
     )
 
 
-async def test_a_person_is_asked_before_chunks_are_erased_that_nobody_finds(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_person_is_asked_before_chunks_are_erased_that_nobody_finds(tmp_path: Path) -> None:
     async with kvstore.open(config(tmp_path)) as store:
         await store.put(KEYS[:8], [payload(key) for key in KEYS[:8]], durable=True)
         await store.reset()
-    monkeypatch.setattr(sys, "stdin", Terminal("n\n"))
-    assert "forget 0 chunks, 0 B" in error_of("purge", tmp_path, "--all")
+    done = answering("n", "purge", tmp_path, "--all")
+    assert (done.returncode, "forget 0 chunks, 0 B" in done.stderr) == (2, True)
     assert "forgot 0 chunks, 0 B, and 8 that nobody would find" in run(
         "purge", tmp_path, "--all", "--yes"
     )
-
-
-class Terminal(io.StringIO):
-    def isatty(self) -> bool:
-        return True

@@ -226,7 +226,7 @@ def _(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Puts, "save", save)
 
 
-@without("a record that is moved keeps its epoch", first=28)
+@without("a record that is moved keeps its epoch", first=31)
 def _(patch: pytest.MonkeyPatch) -> None:
     place = IndexFile.place
 
@@ -311,7 +311,7 @@ def _(patch: pytest.MonkeyPatch) -> None:
 
 @without(
     "a segment that lacks a descriptor is no foreign file",
-    first=41,
+    first=67,
     only="descriptors",
     without=["relieve"],
     shape={"roomy": False, "alone": True, "server": False},
