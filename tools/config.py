@@ -165,7 +165,7 @@ def _missing(config: Config) -> Iterator[Line]:
 
 def _of_others(config: Config) -> Iterator[Line]:
     """The folders of the same name that are of another identity, where that is known."""
-    with contextlib.suppress(ConfigError):  # What is wrong with a codec is told of its own key.
+    with contextlib.suppress(KVStoreError):  # A codec's and a name's faults are told of their keys.
         size = config.given_chunk_bytes
         ours = namespace_of(config, size, round_to_page(size), "", config.given_identity)
         for folder in (path / ours.name for _, path in _disks(config)):
