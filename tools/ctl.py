@@ -97,7 +97,10 @@ class Client:
             raise KVStoreError(f"{self._where}: must be http://HOST:PORT")
         # A server never listens at ::1 under this name: who does might take the token.
         host = "127.0.0.1" if host == "localhost" else host
-        return http.client.HTTPConnection(host, port, timeout=ANSWER_SECONDS)
+        try:
+            return http.client.HTTPConnection(host, port, timeout=ANSWER_SECONDS)
+        except http.client.InvalidURL as error:
+            raise KVStoreError(f"{self._where}: must be http://HOST:PORT") from error
 
 
 class _UnixConnection(http.client.HTTPConnection):

@@ -219,10 +219,9 @@ def scrape(url: str) -> Snapshot:
         told = f"{error!s:.100}"
         raise KVStoreError(f"{url}: not in Prometheus' text format: {told}") from error
     for sample, bound in zip(samples, bounds, strict=True):
-        prefix = next((each for each in PREFIXES if sample.name.startswith(each)), None)
-        if prefix is None or sample.name.endswith("_created") or not math.isfinite(sample.value):
+        if sample.name.endswith("_created") or not math.isfinite(sample.value):
             continue
-        name = sample.name.removeprefix(prefix).removesuffix("_total")
+        name = sample.name.removeprefix("vllm:").removeprefix("kvstore_").removesuffix("_total")
         tier = sample.labels.get("tier", WHOLE)
         if "le" in sample.labels:
             counts = snapshot.buckets.setdefault((name.removesuffix("_bucket"), tier), {})

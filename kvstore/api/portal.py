@@ -20,10 +20,14 @@ CLOSED = "the store is closed"
 
 
 class Handover:
-    """Hands calls to a loop in its own thread, which it starts and `end` ends.
+    """Hands calls to a loop in a thread of its own, which it starts.
 
     No call is handed over twice, and none waits forever: when the
     loop ends, for whatever reason, the calls that are left raise.
+
+    Attributes:
+        thread: calls that are left when it ends raise, as later ones do.
+        ended: whether calls are refused.
 
     Args:
         keeps: an object that is kept alive as long as the thread.
@@ -33,20 +37,15 @@ class Handover:
         self._pid = os.getpid()
         # Reentrant: the garbage collector may run code that makes calls while the lock is held.
         self._lock = threading.RLock()
-        self._ended = False
+        self.ended = False
         self._left: set[_Call[Any]] = set()
         """Calls that have no outcome yet."""
-        self._thread = LoopThread(name, keeps, self._fail_rest)
+        self.thread = LoopThread(name, keeps, self._fail_rest)
 
     @property
     def foreign(self) -> bool:
         """Whether this process is the child of a fork, and has no such thread."""
         return os.getpid() != self._pid
-
-    @property
-    def ended(self) -> bool:
-        """Whether calls are refused."""
-        return self._ended
 
     def check(self) -> None:
         """Refuse a call that cannot be made.
@@ -55,7 +54,7 @@ class Handover:
             KVStoreError: with the reason.
         """
         self.check_place()
-        if self._ended:
+        if self.ended:
             raise KVStoreError(CLOSED)
 
     def check_place(self) -> None:
@@ -69,7 +68,7 @@ class Handover:
                 f"the store belongs to process {self._pid}, this is {os.getpid()}; "
                 "open one of your own after a fork"
             )
-        if self._thread.here:
+        if self.thread.here:
             raise KVStoreError(
                 "this is the thread of the store's own loop, where a call would wait for itself; "
                 "make it in another thread"
@@ -96,30 +95,18 @@ class Handover:
         if not self.foreign:
             task: _Task[object] = _Task(begin, self._left)
             with self._lock:
-                if not self._ended:
+                if not self.ended:
                     self._left.add(task)
-                    self._thread.loop.call_soon_threadsafe(task.run)
-
-    def stop(self) -> None:
-        """End the thread soon. Calls that are left raise, as later ones do. From any thread."""
-        self._thread.stop()
-
-    def join(self, seconds: float) -> None:
-        """Wait for the end of the thread."""
-        self._thread.join(seconds)
-
-    def end(self) -> None:
-        """Do as `stop`, and wait for the end of the thread, for a limited time."""
-        self._thread.end()
+                    self.thread.loop.call_soon_threadsafe(task.run)
 
     def _make(self, call: _Call[T]) -> T:
         self.check()
         try:
             with self._lock:
-                if self._ended:
+                if self.ended:
                     raise KVStoreError(CLOSED)
                 self._left.add(call)
-                self._thread.loop.call_soon_threadsafe(call.run)
+                self.thread.loop.call_soon_threadsafe(call.run)
             return call.outcome()
         except BaseException:
             self._stop(call)
@@ -133,14 +120,14 @@ class Handover:
         while call in self._left:
             with contextlib.suppress(BaseException):
                 with self._lock:
-                    if not self._ended:
+                    if not self.ended:
                         # If the call was never handed over, this ends it.
-                        self._thread.loop.call_soon_threadsafe(call.cancel)
+                        self.thread.loop.call_soon_threadsafe(call.cancel)
                 call.wait()
 
     def _fail_rest(self) -> None:
         with self._lock:
-            self._ended = True
+            self.ended = True
             left = list(self._left)
         for call in left:
             call.close()

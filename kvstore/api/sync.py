@@ -342,7 +342,7 @@ class _Running:
             with contextlib.suppress(KVStoreError):
                 self.calls.wait(self._leave)
         finally:
-            self.calls.end()
+            self.calls.thread.end()
             _RUNNING.discard(self)
 
     async def _start(self, config: Config | Mapping[str, Any] | None) -> None:
@@ -357,7 +357,7 @@ class _Running:
         try:
             await self._leave()
         finally:
-            self.calls.stop()
+            self.calls.thread.stop()
             _RUNNING.discard(self)
 
 
@@ -372,4 +372,4 @@ def _forget_all() -> None:
     for one in running:
         one.forget()
     for one in running:
-        one.calls.join(EXIT_SECONDS)
+        one.calls.thread.join(EXIT_SECONDS)

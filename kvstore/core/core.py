@@ -172,6 +172,8 @@ class Core(CoreSteps):
         else:
             self._stores.complete(keys, request_id, self.now, ok)
             self._pins.arrived(keys)
+            if ok and self._demotions:
+                self._demotions.stored(keys, self.now)
 
     # -- requests ------------------------------------------------------------------------
 

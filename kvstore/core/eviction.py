@@ -348,6 +348,7 @@ class Demotions:
 
     Attributes:
         demoted: chunks that have left host memory on request.
+        behind: whether the next step has work to do even if nothing new happens.
     """
 
     def __init__(
@@ -366,16 +367,11 @@ class Demotions:
         self.demoted = 0
         # Chunks that are to leave, in turn, each with its order: a later chunk of that key stays.
         self._leaving: dict[bytes, int] = {}
-        self._cut_short = False
+        self.behind = False
 
     def __bool__(self) -> bool:
         """Whether chunks are still to leave."""
         return bool(self._leaving)
-
-    @property
-    def behind(self) -> bool:
-        """Whether the next step has work to do even if nothing new happens."""
-        return self._cut_short
 
     def begin(self, keys: Iterable[bytes], now: float) -> int:
         """Let the chunks of `keys` leave host memory; returns how many will."""
@@ -386,12 +382,17 @@ class Demotions:
         here = [chunk for chunk in found if not self._pins.holds(chunk.key)]
         whole = [c for c in here if c.state != FILLING and not self._is_coming(c.key)]
         self._cascades.save_to(target, whole, now)
-        before = len(self._leaving)
         for chunk in reversed(here):
             # Tail first, as chunks leave. One that is being stored is copied when it is complete.
             if chunk.state == FILLING or chunk.unsaved or self._is_coming(chunk.key):
                 self._leaving[chunk.key] = chunk.order
-        return len(self._leaving) - before
+        return len({chunk.key for chunk in here if chunk.key in self._leaving})
+
+    def stored(self, keys: Collection[bytes], now: float) -> None:
+        """Copy those of `keys`, which the device has stored by now, that are to leave."""
+        chunks = [self._pool.chunks.get(key) for key in keys if key in self._leaving]
+        whole = [c for c in chunks if c is not None and not self._is_coming(c.key)]
+        self._cascades.save_to(self._cascades.targets[0], whole, now)
 
     def cool(self, keys: Iterable[bytes]) -> None:
         """Make the chunks of `keys`, in prefix order, the first to leave when room is needed.
@@ -430,12 +431,12 @@ class Demotions:
             elif chunk.state == FILLING or chunk.unsaved or self._is_coming(key):
                 # It is being written, copied or read; others have their turn meanwhile.
                 self._leaving[key] = order
-        self._cut_short = moved > 0 and len(self._leaving) > len(tries) - moved
+        self.behind = moved > 0 and len(self._leaving) > len(tries) - moved
 
     def reset(self) -> None:
         """Forget all chunks that were to leave."""
         self._leaving.clear()
-        self._cut_short = False
+        self.behind = False
 
     def _is_below(self, key: bytes) -> bool:
         return any(key in tier.entries for tier in self._tiers)

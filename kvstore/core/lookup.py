@@ -152,7 +152,6 @@ class Lookups:
         # Requests that were looked up in this step.
         self._asked: list[Request] = []
         self._line = Line(requests)
-        self._deferred = False
         # The request that asks at present, and the growing key list of the last one looked up.
         self._asking = _NOBODY
         self._asking_keys: list[bytes] = []
@@ -295,6 +294,9 @@ class Lookups:
                 return self._answer_later(request)
             if request.queued:
                 request.leave_queue()
+            elif request.deferring:
+                # The step in which it asked was not flushed: it asks for all of it anew.
+                request.forget_keys()
             self._line.take(request)
             self._asking_keys = request.keys
             request.ask(self._now, step)
@@ -343,7 +345,6 @@ class Lookups:
             return None
         if not request.deferring:
             request.defer(True)
-        self._deferred = True
         request.keys.append(key)
         return None
 
@@ -355,14 +356,6 @@ class Lookups:
         return False
 
     # -- what was asked --------------------------------------------------------------------
-
-    def _put_in_order(self, asked: Sequence[Request]) -> None:
-        for request in asked:
-            if request.deferring:
-                if request.turned:
-                    # Hits are kept by their place in the list, so this comes before the sorting.
-                    self.keep_hits()
-                request.put_in_order()
 
     def keep_hits(self) -> None:
         """Keep the chunks that answered "hit" in this step until it ends.
@@ -380,13 +373,13 @@ class Lookups:
         The keys of those that begin to wait are put into the order of their prompts.
         """
         self.pause()
-        asked = self._asked
-        if not asked:
-            return asked
-        self._asked = []
+        # One that asked again before the step was flushed stands there twice.
+        asked, self._asked = [*dict.fromkeys(self._asked)], []
         for request in asked:
             request.unlist()
-        if self._deferred:
-            self._put_in_order(asked)
-        self._deferred = False
+            if request.deferring:
+                if request.turned:
+                    # Hits are kept by their place in the list, so this comes before the sorting.
+                    self.keep_hits()
+                request.put_in_order()
         return asked

@@ -68,20 +68,13 @@ class _Hidden:
         self.recorded = set(tiers)
         self.failed: set[int] = set()
 
-    def join(self, removal: Removal) -> None:
-        self.removals.append(removal)
-
-    def erased(self, tier: int, ok: bool) -> None:
-        self.recorded.discard(tier)
-        if not ok:
-            self.failed.add(tier)
-
 
 class Removals:
     """The keys that are being removed: see the module's text.
 
     Attributes:
         hidden: the keys that are being removed.
+        behind: whether the next step has work to do even if nothing new happens.
     """
 
     def __init__(
@@ -96,12 +89,7 @@ class Removals:
         self._places: dict[bytes, None] = {}
         self._records: dict[int, dict[bytes, None]] = {t.number: {} for t in self._targets}
         self._erasing: set[int] = set()
-        self._cut_short = False
-
-    @property
-    def behind(self) -> bool:
-        """Whether the next step has work to do even if nothing new happens."""
-        return self._cut_short
+        self.behind = False
 
     def begin(self, keys: Collection[bytes]) -> Removal:
         """Hide these keys, and remove them as steps allow."""
@@ -116,7 +104,7 @@ class Removals:
                 self.hidden[key] = _Hidden(removal, numbers)
                 self._places[key] = None
             elif known.recorded:
-                known.join(removal)
+                known.removals.append(removal)
             else:
                 removal.end((key,), failed=bool(known.failed))
         return removal
@@ -137,7 +125,7 @@ class Removals:
             else:
                 # Other keys have their turn before it is looked at again.
                 self._places[key] = None
-        self._cut_short = moved > 0 and len(self._places) > len(tries) - moved
+        self.behind = moved > 0 and len(self._places) > len(tries) - moved
 
     def due(self) -> list[Move]:
         """Return the erasures that are due, without numbers: one of each tier at a time."""
@@ -158,7 +146,9 @@ class Removals:
         (target,) = (one for one in self._targets if one.number == move.tier)
         for key, ok in zip(move.keys, completion.ok, strict=True):
             hidden = self.hidden[key]
-            hidden.erased(move.tier, ok)
+            hidden.recorded.discard(move.tier)
+            if not ok:
+                hidden.failed.add(move.tier)
             if ok and key in target.entries and key not in target.index.writing:
                 # A store has answered late what was so before.
                 target.forget((key,))

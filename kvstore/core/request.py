@@ -340,6 +340,7 @@ class Request:
         self.tried.clear()
         self.granted = 0
         self.since = None
+        self.deferring = False
         self.state = RequestState.SCANNING
 
     def movement(self, now: float) -> None:

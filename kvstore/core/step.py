@@ -462,7 +462,6 @@ class CoreSteps:
         if self._chains.filters and request.keys:
             self._chains.count(request, request.keys)
         self._queue.remove(request)
-        request.defer(False)
         self._stores.forget_deferred(request)
         self._lookups.leave(request)
         self._uses.end(request)

@@ -158,7 +158,7 @@ class Prompts:
     def told(self, prompt: Prompt, answer: int | None) -> None:
         """Note that a lookup was answered, or deferred: its caller may not come back for it."""
         prompt.told = answer
-        if not prompt.named:
+        if not prompt.named and self._is_open(prompt):
             self._leasing[prompt.id] = prompt
             self._leasing.move_to_end(prompt.id)
 

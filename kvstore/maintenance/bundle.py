@@ -751,6 +751,8 @@ def _read_header(fd: int, file: Path) -> _Bundle:
             if places[key][1].sealed != is_sealed(identity):
                 raise wrong(f"chunk {name} is encrypted, or not, other than it says of itself")
         segment_bytes = int(told["segment_bytes"])
+        # Before a path is made of it.
+        Namespace(str(told["namespace"]), identity).check_name()
         return _Bundle(str(told["namespace"]), identity, sizes.pop(), segment_bytes, places)
     except KVStoreError:
         raise

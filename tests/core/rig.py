@@ -11,7 +11,7 @@ from kvstore.core.residency.base import TierView
 from kvstore.core.residency.remote_answers import Answers
 from kvstore.policies import EvictionPolicy, Protected, create_policy
 from kvstore.policies.lru import LRU
-from kvstore.types import Completion, Move, Op, RecoveredTier
+from kvstore.types import Completion, Flow, Move, Op, RecoveredTier
 
 
 def chain(name: str, length: int, start: int = 0) -> list[bytes]:
@@ -63,6 +63,7 @@ class Rig:
         relocation_chunks: int = 0,
         note_chunks: int = 0,
         store: Answers | None = None,
+        flow: Flow = Flow.WRITE_THROUGH,
         **timing: Any,
     ) -> None:
         most = segments if max_segments is None else max_segments
@@ -83,6 +84,7 @@ class Rig:
                 ),
                 create_policy("lru", slots) if tier_policy is None else tier_policy,
                 in_flight,
+                flow=flow,
             )
             for index, held in enumerate(on)
         ]

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import math
 
-from kvstore.types import Op
+import pytest
+
+from kvstore.types import Flow, Op
 from tests.core.rig import Rig, chain, host_of
 
 A, B = chain("a", 4), chain("b", 4)
@@ -93,3 +95,20 @@ def test_what_has_come_anew_since_stays() -> None:
     rig.settle()
     rig.store(A)
     assert host_of(rig, A) == 4
+
+
+@pytest.mark.parametrize("flow", list(Flow))
+@pytest.mark.parametrize("hint", [False, True])
+def test_what_is_being_stored_leaves_once_it_is_copied(flow: Flow, hint: bool) -> None:
+    keys = chain("p", 3)
+    rig = Rig(8, segment_slots=64, flow=flow)
+    rig.core.on_new_request("r", params={"kvstore": {"demote": hint}})
+    grant = rig.granted(keys, "r")
+    rig.core.on_request_finished("r")
+    if not hint:
+        assert rig.core.demote(keys, rig.now) == 3
+        assert rig.core.demote(keys, rig.now) == 3, "they are still to leave"
+    rig.core.complete_store(grant.keys, "r")
+    rig.run(1.0)
+    assert all(key in rig.owned().entries for key in keys)
+    assert not any(map(rig.in_host, keys))

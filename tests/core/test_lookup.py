@@ -6,7 +6,9 @@ from typing import Any
 
 import pytest
 
+from kvstore.core.residency.remote_answers import Answers
 from kvstore.core.step_budget import Pace
+from kvstore.types import Op
 from tests.core.rig import CountingLRU, Rig, chain
 
 
@@ -231,3 +233,37 @@ def test_a_request_that_waits_and_is_computed_instead_gives_up_its_leases() -> N
     rig.core.on_request_decided("reader", loads=False)
     assert rig.stats.busy_rows == 0
     assert rig.ask(keys, "reader") == 4
+
+
+@pytest.mark.parametrize("loads", [True, False])
+def test_a_request_that_takes_what_it_has_found_waits_for_nothing(loads: bool) -> None:
+    """It has deferred lookups in this step, and its wait ends before it begins."""
+    keys = chain("p", 6)
+    rig = Rig(8, on=[keys[2:4]])
+    rig.put(keys[:2])
+    rig.step()
+    rig.core.on_new_request("r", position=keys.index, one_group=True)
+    if not loads:
+        assert rig.core.on_request_queued("r", keys[:2])
+        rig.step()
+    assert [rig.core.lookup(key, "r") for key in keys[:3]] == [True, True, None]
+    if loads:
+        rig.load(keys[:2])
+    else:
+        rig.granted(keys[4:], "r")
+    rig.step()
+
+
+def test_a_prefix_that_is_asked_for_again_before_its_step_ends_is_one() -> None:
+    """Nothing behind what its store lacks is read."""
+    keys = chain("p", 6)
+    rig = Rig(16, on=[()], store=Answers())
+    for _ in range(3):
+        assert rig.ask(keys) is None
+        rig.core.poll(rig.now)
+    rig.flush()
+    (ask,) = rig.under_way(Op.ASK, 1)
+    rig.end(ask, failed=[keys[1]])
+    rig.step()
+    rig.step()
+    assert [move.keys for move in rig.under_way(Op.PROMOTE, 1)] == [keys[:1]]

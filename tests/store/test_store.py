@@ -684,3 +684,13 @@ async def test_a_put_that_is_cancelled_beside_a_get_of_its_prompt_leaves_nothing
         listed = {id(prompt) for its in prompts._rests.values() for prompt in its.values()}
         assert listed <= known
         assert prompts._keys == sum(len(prompt.keys) for prompt in prompts._open.values())
+
+
+async def test_lookups_of_prompts_that_are_too_long_to_be_remembered_leave_nothing(
+    open_store: Open,
+) -> None:
+    keys = [b"%08d" % number + bytes(4) for number in range(140_000)]
+    async with open_store() as store:
+        for _ in range(3):
+            assert store.lookup_prefix(keys) == 0
+        assert not store._prompts._leasing

@@ -8,7 +8,7 @@ import os
 import random
 import signal
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -20,7 +20,7 @@ from kvstore.testing.bench import key_of
 from kvstore.tiers.disk import DiskTier, epoch
 from kvstore.tiers.disk.epoch import EPOCH_NAME, MAX_EPOCH, raise_epoch, read_epoch
 from kvstore.tiers.disk.lane import LOCK_NAME, PID_BYTES, newest_told
-from kvstore.tiers.disk.namespace import FILE_NAME
+from kvstore.tiers.disk.namespace import FILE_NAME, Namespace, read_namespace
 from kvstore.tiers.disk.volume import Volume
 from tests.patience import TOO_LONG
 from tests.tiers.conftest import OpenBench
@@ -33,6 +33,23 @@ KEYS = [key_of(number) for number in range(8)]
 def space(folder: Path) -> Path:
     """A namespace's folder."""
     return NAMESPACE.establish(folder)
+
+
+def test_a_namespace_is_made_beside_others_that_take_its_files_for_leftovers(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Who is in another container does not see that this process lives."""
+    publish, tries = Namespace._publish, 0
+
+    def taken_away(file: Path, told: Mapping[str, Any]) -> None:
+        nonlocal tries
+        tries += 1
+        if tries < 5:
+            raise FileNotFoundError(file)
+        publish(file, told)
+
+    monkeypatch.setattr(Namespace, "_publish", staticmethod(taken_away))
+    assert read_namespace(NAMESPACE.establish(folder))["digest"] == NAMESPACE.digest
 
 
 def test_a_namespace_without_the_file_is_in_epoch_0(space: Path) -> None:

@@ -23,6 +23,7 @@ import pytest
 from kvstore.errors import PathUnusableError
 from kvstore.testing.bench import TierBench, key_of
 from kvstore.tiers.disk import trust
+from kvstore.tiers.disk.epoch import raise_epoch
 from kvstore.tiers.disk.lane import sharing
 from kvstore.tiers.disk.peers import PeerLanes
 from kvstore.tiers.disk.tier import DiskTier
@@ -219,6 +220,9 @@ async def test_what_an_access_control_list_lets_others_write_to_is_refused(
     open_bench(stored).abandon()
 
 
+FILES = ["namespace.json", "epoch", "lock"]
+
+
 def part_of(cache: Path, part: str) -> Path:
     """A file or folder of a cache by its name."""
     lane = lane_of(cache)
@@ -228,27 +232,30 @@ def part_of(cache: Path, part: str) -> Path:
         "namespace": lane.parent,
         "lane": lane,
         "namespace.json": lane.parent / "namespace.json",
+        "epoch": lane.parent / "epoch",
         "lock": lane / "lock",
     }[part]
 
 
 @pytest.mark.usefixtures("as_root")
-@pytest.mark.parametrize("part", ["path", "parent", "namespace", "lane", "namespace.json", "lock"])
+@pytest.mark.parametrize("part", ["path", "parent", "namespace", "lane", *FILES])
 def test_what_belongs_to_another_user_is_refused_by_name(
     tmp_path: Path, open_bench: OpenBench, part: str
 ) -> None:
     folder = tmp_path / "parent" / "cache"
     open_bench(folder).abandon()
+    raise_epoch(lane_of(folder).parent, 1)
     target = part_of(folder, part)
     os.chown(target, STRANGER, -1)
     refuses(open_bench, folder, target, "belongs to user nobody")
 
 
-@pytest.mark.parametrize("part", ["namespace", "lane", "namespace.json", "lock"])
+@pytest.mark.parametrize("part", ["namespace", "lane", *FILES])
 def test_what_others_may_write_to_is_refused_by_name(
     folder: Path, open_bench: OpenBench, part: str
 ) -> None:
     open_bench().abandon()
+    raise_epoch(lane_of(folder).parent, 1)
     target = part_of(folder, part)
     # Sticky is no excuse where nobody else has any business.
     target.chmod(0o1777 if target.is_dir() else 0o666)

@@ -680,9 +680,9 @@ async def test_a_bundle_takes_no_more_of_a_disk_than_its_chunks_need(tmp_path: P
     assert taken < 2 * SEGMENT_BYTES
 
 
-def header(offsets: list[int], version: int, epoch: int = 0) -> bytes:
+def header(offsets: list[int], version: int, epoch: int = 0, namespace: str = "one-0") -> bytes:
     size = offsets[1] - offsets[0]
-    told = {"format": "kvstore bundle", "version": str(version), "namespace": "one-0"}
+    told = {"format": "kvstore bundle", "version": str(version), "namespace": namespace}
     told |= {
         "identity": json.dumps({"chunk_bytes": size}),
         "digests": json.dumps({"aa": "00" * 16}),
@@ -703,6 +703,9 @@ def header(offsets: list[int], version: int, epoch: int = 0) -> bytes:
          "its format is 'pt'"),
         (header([5000, 0], 1), "its chunks are not of one size"),
         (header([-5000, -904], 1), "a chunk of it begins before its first byte"),
+        (header([0, 4096], 1, namespace="a\0b"), "namespace name 'a\\x00b': allowed are"),
+        (header([0, 4096], 1, namespace="\ud800"), "namespace name '\\ud800': allowed are"),
+        (header([0, 4096], 1, namespace="../x"), "namespace name '../x': allowed are"),
         (header([0, 4096], 1, epoch=-1), "its epoch is -1"),
         (header([0, 4096], 1, epoch=2**64), "its epoch is 18446744073709551616"),
     ],

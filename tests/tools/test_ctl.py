@@ -119,5 +119,6 @@ async def test_another_server_is_told_apart(tmp_path: Path) -> None:
         port = url.removesuffix("/metrics")
         status, _, errors = await ctl(port, "status")
         assert (status, "is no control socket of kvstore" in errors) == (2, True)
-    status, _, errors = await ctl("http://localhost", "status")
-    assert (status, "must be http://HOST:PORT" in errors) == (2, True)
+    for url in ("http://localhost", "http://a b:80"):
+        status, _, errors = await ctl(url, "status")
+        assert (status, "must be http://HOST:PORT" in errors) == (2, True)

@@ -14,7 +14,6 @@ from __future__ import annotations
 import errno
 import fcntl
 import os
-import stat
 import time
 from pathlib import Path
 
@@ -22,7 +21,7 @@ from kvstore.concurrency import close_unlocked, open_at_once
 from kvstore.errors import ForeignFileError, PathUnusableError
 from kvstore.tiers.disk import namespace
 from kvstore.tiers.disk.io.base import write_whole
-from kvstore.tiers.disk.trust import hand_over, sync_folder
+from kvstore.tiers.disk.trust import ANYBODYS, Trust, hand_over, sync_folder
 
 __all__ = ["EPOCH_NAME", "MAX_EPOCH", "lost_epoch", "raise_epoch", "read_epoch"]
 
@@ -34,24 +33,26 @@ LOCK_SECONDS = 1.0
 """How long to wait for another process that moves the epoch."""
 
 
-def read_epoch(folder: Path) -> int:
+def read_epoch(folder: Path, trust: Trust = ANYBODYS) -> int:
     """The newest epoch of the namespace in `folder`.
 
     Raises:
         ForeignFileError: if the file is none of ours, or damaged.
-        PathUnusableError: if it cannot be read.
+        PathUnusableError: if it cannot be read, or is not to be trusted.
     """
     file = folder / EPOCH_NAME
     try:
         fd = open_at_once(file)
         try:
-            if not stat.S_ISREG(os.fstat(fd).st_mode):
-                raise OSError(errno.EINVAL, "not a regular file")
+            if (fault := trust.file_fault(fd, written=False)) is not None:
+                raise PathUnusableError(f"{file}: {fault}")
             raw = os.read(fd, 64)
         finally:
             os.close(fd)
     except FileNotFoundError:
         return 0
+    except PathUnusableError:
+        raise
     except OSError as error:
         raise PathUnusableError(f"{file}: cannot be read ({error.strerror})") from error
     digits = raw.removesuffix(b"\n")

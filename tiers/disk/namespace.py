@@ -30,6 +30,9 @@ FILE_NAME = "namespace.json"
 _LEFTOVER = re.compile(r"\.namespace\.json\.(\d{1,10})-[0-9a-f]{8}")
 MAX_FILE_BYTES = 1024 * 1024
 
+_TRIES = 64
+"""How often a file is published at most: as often as there may be lanes."""
+
 REMEDY = "remove it: the next server that opens the namespace writes it anew, and finds its chunks"
 
 
@@ -89,11 +92,11 @@ class Namespace:
         make_folder(folder, trust, own=True)
         _remove_leftovers(folder)
         file = folder / FILE_NAME
-        if not os.path.lexists(file):
+        for _ in range(_TRIES):
+            if os.path.lexists(file):
+                break
+            # A process that cannot see this one's pid may remove it as a leftover.
             with contextlib.suppress(FileNotFoundError):
-                self._publish(file, told)
-            if not os.path.lexists(file):
-                # A process that cannot see this one's pid has removed it as a leftover.
                 self._publish(file, told)
         self.match(folder, trust)
         return folder

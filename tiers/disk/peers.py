@@ -20,7 +20,7 @@ import numpy as np
 from kvstore.concurrency import Daemons
 from kvstore.errors import KVStoreError
 from kvstore.tiers.base import Tier, Transfer
-from kvstore.tiers.disk.extents import Extent, Reading, cut_batches, cut_extents
+from kvstore.tiers.disk.extents import Extent, Reading
 from kvstore.tiers.disk.places import Places
 from kvstore.tiers.disk.threads import Parts
 from kvstore.tiers.disk.tier import DiskTier
@@ -152,19 +152,8 @@ class PeerLanes(Tier):
             volume: Volume, watch: Watch, share: Sequence[int]
         ) -> list[Callable[[], Parts[str | None]]]:
             size, threads = volume.geometry.slot_bytes, volume.threads.count
-            slots = [job.slots[index] for index in share]
-            return [
-                partial(
-                    self._read_batch,
-                    job,
-                    volume,
-                    watch,
-                    [[share[index] for index in extent] for extent in batch],
-                )
-                for batch in cut_batches(
-                    cut_extents(slots, SLOTS_PER_SEGMENT, size, threads), size, threads
-                )
-            ]
+            batches = job.batches(share, SLOTS_PER_SEGMENT, size, threads)
+            return [partial(self._read_batch, job, volume, watch, batch) for batch in batches]
 
         # Whatever one of them raises: the rows are theirs until all have ended.
         outcomes = await asyncio.gather(

@@ -27,7 +27,7 @@ from kvstore.tiers.disk.segment import (
     remove_leftovers,
     segment_files,
 )
-from kvstore.tiers.disk.trust import STRICT, Trust
+from kvstore.tiers.disk.trust import Trust
 from kvstore.tiers.sealing import Sealer
 
 __all__ = ["Recovered", "held_geometry", "recover"]
@@ -95,9 +95,9 @@ def recover(
     geometry: Geometry,
     capacity_bytes: int,
     backend: IOBackend,
-    trust: Trust = STRICT,
-    epoch: int | None = None,
-    sealer: Sealer | None = None,
+    trust: Trust,
+    epoch: int,
+    sealer: Sealer | None,
 ) -> Recovered:
     """Open the segments of a lane and find what they hold.
 
@@ -107,7 +107,7 @@ def recover(
     was cut short gets its size back where the capacity has room for it.
 
     Args:
-        epoch: chunks of other epochs are left out; without one, all are kept.
+        epoch: chunks of other epochs are left out.
         sealer: chunks that it has no key for are left out.
     """
     remove_leftovers(folder)
@@ -118,7 +118,7 @@ def recover(
         unusable: list[Fault] = []
         by_warmth: list[tuple[int, int]] = []
         files = segment_files(folder)
-        if epoch is not None and len(files) * geometry.file_bytes > capacity_bytes:
+        if len(files) * geometry.file_bytes > capacity_bytes:
             # Before any of them is removed.
             _check_epoch(folder, files, namespace, epoch)
         for number, path in files:
@@ -140,7 +140,7 @@ def recover(
                     with contextlib.suppress(OSError):
                         segment.close()
         newest = max((one.newest for one in found.values()), default=0)
-        if epoch is not None and newest > epoch:
+        if newest > epoch:
             raise _lost(folder, newest, epoch)
         faults: list[Fault] = []
         room = capacity_bytes - _bytes_of(foreign + unusable, geometry.file_bytes)
@@ -191,7 +191,7 @@ class _Found:
     unreadable: int
 
     @classmethod
-    def of(cls, segment: Segment, epoch: int | None, sealer: Sealer | None) -> _Found:
+    def of(cls, segment: Segment, epoch: int, sealer: Sealer | None) -> _Found:
         """Reads the index; closes the segment where that fails."""
         try:
             records = segment.index.live()
@@ -203,9 +203,8 @@ class _Found:
         if segment.geometry.sealed:
             segment.nonces = np.zeros((segment.geometry.slots, 3), np.uint32)
             segment.nonces[records.slots] = records.nonces()
-        if epoch is not None:
-            segment.epoch = epoch
-            records = records.of_epoch(epoch)
+        segment.epoch = epoch
+        records = records.of_epoch(epoch)
         whole, sequences = len(records.slots), records.records["sequence"]
         # No lane ever comes near the limit: a sequence beyond it is not counted on from.
         last = int(sequences[sequences < SEQUENCE_LIMIT].max(initial=0)) if whole else -1

@@ -232,7 +232,7 @@ class DiskTier(Tier):
             newest, lane = max(newest_told(folder, self.trust) for folder in folders)
         except OSError as error:
             raise PathUnusableError(f"{error.filename}: {error.strerror}") from error
-        epoch = max(read_epoch(folder) for folder in folders)
+        epoch = max(read_epoch(folder, self.trust) for folder in folders)
         if newest > epoch:
             raise ForeignFileError(f"{lane}: {lost_epoch(lane.parent, newest, epoch)}")
         return epoch
@@ -365,10 +365,15 @@ class DiskTier(Tier):
             index, number, within = self._locate(slot)
             uses[index].append((number, within, key, sequence))
         self._sequence += len(keys)
+        each = zip(self.volumes, uses, strict=True)
+        return await self._on_each([partial(volume.note_uses, its) for volume, its in each])
+
+    async def _on_each(self, calls: Sequence[Callable[[], str | None]]) -> str | None:
+        """Have the threads of each volume make its call; returns what went wrong first."""
         told: str | None = None
-        for volume, its in zip(self.volumes, uses, strict=True):
+        for volume, call in zip(self.volumes, calls, strict=True):
             try:
-                outcome = await volume.threads.run(partial(volume.note_uses, its))
+                outcome = await volume.threads.run(call)
             except TimeoutError as error:
                 outcome = str(error)
             told = told or outcome
@@ -510,14 +515,7 @@ class DiskTier(Tier):
 
     async def erase(self, keys: Sequence[bytes]) -> str | None:
         # Displaced copies may lie anywhere, on any path.
-        told: str | None = None
-        for volume in self.volumes:
-            try:
-                outcome = await volume.threads.run(partial(volume.erase_keys, keys))
-            except TimeoutError as error:
-                outcome = str(error)
-            told = told or outcome
-        return told
+        return await self._on_each([partial(each.erase_keys, keys) for each in self.volumes])
 
     async def clear(self) -> list[int] | None:
         epoch = await self._next_epoch()

@@ -86,6 +86,15 @@ class Job:
     coder: Coder | None = None
     unread: set[int] = field(default_factory=set)
 
+    def batches(
+        self, indices: Sequence[int], segment_slots: int, slot_bytes: int, threads: int
+    ) -> list[list[list[int]]]:
+        """Those blocks that `indices` name: the extents of each batch."""
+        slots = [self.slots[index] for index in indices]
+        extents = cut_extents(slots, segment_slots, slot_bytes, threads)
+        named = [[indices[at] for at in extent] for extent in extents]
+        return cut_batches(named, slot_bytes, threads)
+
     def extent(
         self, segment: Segment, first: int, indices: Sequence[int], region: PinnedRegion
     ) -> Extent:
@@ -258,15 +267,12 @@ class Volume:
     def _cut(
         self, job: Job, indices: Sequence[int], region: PinnedRegion
     ) -> list[Callable[[], Parts[str | None]]]:
-        geometry, threads = self.geometry, self.threads.count
-        slots = [job.slots[index] for index in indices]
-        extents = cut_extents(slots, geometry.slots, geometry.slot_bytes, threads)
+        slots, size = self.geometry.slots, self.geometry.slot_bytes
         operations: list[Callable[[], Parts[str | None]]] = []
         sequence = job.sequence + (indices[0] if indices else 0)
-        for batch in cut_batches(extents, geometry.slot_bytes, threads):
-            places = [[indices[index] for index in extent] for extent in batch]
-            operations.append(partial(self._move_batch, job, places, region, sequence))
-            sequence += sum(len(extent) for extent in places)
+        for batch in job.batches(indices, slots, size, self.threads.count):
+            operations.append(partial(self._move_batch, job, batch, region, sequence))
+            sequence += sum(map(len, batch))
         return operations
 
     def _move_batch(

@@ -41,6 +41,7 @@ class TierView(ABC):
         admission: decides which chunks may be copied to it; without one, all may.
         max_rows_in_flight: most rows that one move, and all copies to it together, may name.
         copies_queued: total of chunks ever queued for a copy to it.
+        clearing: whether it has forgotten everything, but not durably yet.
         payload_bytes: of a chunk there; 0 if they are those of host memory.
     """
 
@@ -68,8 +69,8 @@ class TierView(ABC):
         self.copies_queued = 0
         # Keys whose copies to it wait, where it is a target, by owner; the next one comes first.
         self._queues: dict[int, deque[bytes]] = {}
-        self._clears = False
-        self._clearing = Breaker(RETRY_PAUSE)
+        self.clearing = False
+        self._clearing_tries = Breaker(RETRY_PAUSE)
         self._counts: Counter[str] = Counter()
 
     @property
@@ -94,9 +95,10 @@ class TierView(ABC):
         self.index.read_well(keys)
         self.count("promoted", len(keys))
 
-    @abstractmethod
     def not_promoted(self, key: bytes, *, perhaps_whole: bool) -> None:
-        """Note that the chunk could not be read; its bytes may be intact (`perhaps_whole`)."""
+        """Note a failed read of the chunk, which is tried again a few times if it may be intact."""
+        if not perhaps_whole or not self.index.unread(key):
+            self.forget((key,))
 
     @abstractmethod
     def due(self, now: float, *, after_owned: bool) -> Move | None:
@@ -119,8 +121,8 @@ class TierView(ABC):
     def reset(self) -> None:
         """Forget everything, and do not use the tier until it is cleared."""
         self._forget_all()
-        self._clears = True
-        self._clearing.close()
+        self.clearing = True
+        self._clearing_tries.close()
 
     def close(self) -> None:
         """Forget everything and stop using the tier; the chunks on it stay as they are."""
@@ -134,29 +136,24 @@ class TierView(ABC):
     # -- clearing ----------------------------------------------------------------------
 
     @property
-    def clearing(self) -> bool:
-        """Whether it has forgotten everything, but not durably yet."""
-        return self._clears
-
-    @property
     def gave_up_clearing(self) -> bool:
         """Whether clearing has failed and waits to be tried again."""
-        return self._clears and not self._clearing.closed
+        return self.clearing and not self._clearing_tries.closed
 
     def clear_ended(self, segments: Iterable[int], error: str | None, now: float) -> None:
         """Take in the end of a clearing move; without `error` these segments are empty."""
         if error is None:
-            self._clears = False
+            self.clearing = False
         else:
-            self._clearing.trip(now)
+            self._clearing_tries.trip(now)
 
     def retry_clearing(self) -> None:
         """Try at once to clear it, if that has failed."""
-        self._clearing.close()
+        self._clearing_tries.close()
 
     def _clear(self, now: float) -> Move | None:
         """Return the move that clears it, unless a move is under way or one has just failed."""
-        if self.in_flight or not self._clearing.ready(now):
+        if self.in_flight or not self._clearing_tries.ready(now):
             return None
         return Move(-1, Op.CLEAR, self.number)
 

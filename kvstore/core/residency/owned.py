@@ -151,9 +151,7 @@ class OwnedTier(CopyTarget):
             self.forget(tail_first)
 
     def not_promoted(self, key: bytes, *, perhaps_whole: bool) -> None:
-        """Note a failed read of the chunk, which is tried again a few times if it may be intact."""
-        if not perhaps_whole or not self.index.unread(key):
-            self.forget((key,))
+        super().not_promoted(key, perhaps_whole=perhaps_whole)
         self.count("failed_reads")
         self.count("corrupt", not perhaps_whole)
 

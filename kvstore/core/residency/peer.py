@@ -22,11 +22,6 @@ class PeerTier(TierView):
         index = Index(recovered.entries, Unordered(1))
         super().__init__(number, recovered, index, max_rows_in_flight)
 
-    def not_promoted(self, key: bytes, *, perhaps_whole: bool) -> None:
-        # Unless the error is a passing one, the entry is out of date.
-        if not perhaps_whole or not self.index.unread(key):
-            self.forget((key,))
-
     def forget(self, keys: Sequence[bytes]) -> None:
         self.index.disappear(keys)
 

@@ -149,12 +149,9 @@ class AskedTier(CopyTarget):
         self.keep(keys)
 
     def not_promoted(self, key: bytes, *, perhaps_whole: bool) -> None:
-        """Note a failed read of the chunk, which is tried again a few times if it may be intact."""
+        super().not_promoted(key, perhaps_whole=perhaps_whole)
         if not perhaps_whole:
-            self.index.disappear((key,))
             self.answers.lacks((key,), self._now)
-        elif not self.index.unread(key):
-            self.forget((key,))
         self.count("failed_reads")
 
     def forget(self, keys: Sequence[bytes]) -> None:
