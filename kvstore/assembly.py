@@ -18,7 +18,7 @@ from kvstore.core.residency.index import ColdestFirst
 from kvstore.core.residency.remote_answers import MOST_ANSWERS
 from kvstore.core.statistics import tier_names
 from kvstore.engine.engine import Beside
-from kvstore.errors import ConfigError
+from kvstore.errors import ConfigError, PathUnusableError
 from kvstore.gate import codecs_of
 from kvstore.observe.logs import warn_with
 from kvstore.observe.recorder import Recorder
@@ -231,9 +231,8 @@ def namespace_of(
     """Return the namespace of chunks of this size and identity, named by `config` or `label`.
 
     Raises:
-        ConfigError: if chunks cannot be encoded as `config` demands, or if `identity` has a name
-            that is added here.
-        PathUnusableError: if `config` names it as no folder may be called.
+        ConfigError: if chunks cannot be encoded as `config` demands, if `identity` has a name that
+            is added here, or if `config` has tiers and names it as no folder may be called.
     """
     if taken := NAMES_ADDED & identity.keys():
         raise ConfigError(
@@ -251,7 +250,11 @@ def namespace_of(
     if config.namespace is None:
         return Namespace.of(label, whole)
     namespace = Namespace(config.namespace, whole)
-    namespace.check_name()
+    try:
+        if config.tiers:
+            namespace.check_name()
+    except PathUnusableError as error:
+        raise ConfigError(f"namespace: {error}") from error
     return namespace
 
 

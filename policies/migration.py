@@ -222,8 +222,7 @@ class TenantMigration(Tenants):
             after.policy, after.used_at = moving, before.used_at
         self.effort = old.effort + new.effort
         # What is on its way to the tier is in neither.
-        for each in (self, new):
-            each.take_peak(old)
+        self.take_peak(old)
 
     @property
     def left(self) -> int:
@@ -238,4 +237,5 @@ class TenantMigration(Tenants):
                 moved += each.go_on(count - moved)
             if not each.left:
                 partition.policy = each.new
+        self.new.take_peak(self)
         return moved

@@ -355,8 +355,11 @@ class _Reader(ABC):
 
 class _File(_Reader):
     def __init__(self, source: str) -> None:
-        # As other paths of a configuration; a process may change its folder later.
-        super().__init__(os.path.abspath(os.path.expanduser(source)))
+        try:
+            # A process may change its folder later.
+            super().__init__(os.path.abspath(os.path.expanduser(source)))
+        except OSError as error:
+            raise _unreadable(source, error) from error
 
     def version(self) -> object:
         try:

@@ -703,10 +703,12 @@ def _config(
                 f"{path}: some of the chunks that are there would be removed for a capacity of "
                 f"{capacity_bytes} bytes: give at least {needed}, or none"
             )
+    # Caches of earlier versions may have another entry of that name.
+    added = NAMES_ADDED if is_sealed(bundle.identity) else NAMES_ADDED - {"encryption"}
     return Config(
         cpu_bytes_to_use=max(HOST_BYTES, 2 * slot_bytes),
         chunk_bytes=bundle.chunk_bytes,
-        identity={key: value for key, value in bundle.identity.items() if key not in NAMES_ADDED},
+        identity={key: value for key, value in bundle.identity.items() if key not in added},
         namespace=bundle.namespace,
         tiers=[
             DiskConfig(path, capacity_bytes, segment_bytes=segment_bytes, strict_modes=strict_modes)

@@ -14,7 +14,7 @@ from kvstore.plugins import Choice, build_filters
 from kvstore.policies import HELD, LATER, EvictionPolicy, Protected
 from kvstore.policies.hitdensity import HitDensity
 from kvstore.policies.lru import LRU
-from kvstore.policies.migration import dismantle
+from kvstore.policies.migration import TenantMigration, dismantle
 from kvstore.policies.shares import Share, Shares, tag_of, tenant_keys
 from kvstore.policies.tenants import Tenants, _Partition
 from kvstore.testing.policy import PolicyContract, nobody
@@ -452,3 +452,26 @@ def test_more_may_be_evicted_than_two_tenants_have_coming() -> None:
     found = policy.evict(6, nobody, incoming)
     assert found is not None
     assert len(found) == 6
+
+
+def test_guarantees_are_parts_of_what_was_there_while_a_policy_was_replaced_slowly() -> None:
+    now = 0.0
+
+    def made() -> Tenants:
+        shares = Shares({"a": Share(guaranteed=0.5), "b": Share()}, partitions=1)
+        return Tenants(100, LRU, shares, lambda: now)
+
+    old, new = made(), made()
+    others = tenant_keys("b", [b"%d" % number for number in range(50)])
+    for key in tenant_keys("a", [b"%d" % number for number in range(50)]) + others:
+        old.insert(key)
+    migration = TenantMigration(old, new)
+    for _ in range(140):
+        now += 1.0
+        migration.evict_up_to(0, nobody)
+        migration._total()
+    for key in others:
+        migration.remove(key)  # What takes their place is on its way.
+    while migration.left:
+        migration.go_on(10)
+    assert (len(new), new._total()) == (50, 100)

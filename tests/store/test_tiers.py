@@ -16,7 +16,7 @@ import kvstore
 from kvstore import plugins as tiering
 from kvstore.config import Config
 from kvstore.connector.manager import KVStoreManager
-from kvstore.errors import ConfigError, KVStoreError
+from kvstore.errors import ConfigError
 from kvstore.tiers import PinnedRegion, Tier
 from kvstore.types import TierPlace
 from tests.patience import PATIENCE, until
@@ -298,6 +298,8 @@ async def test_what_kvstore_adds_to_an_identity_may_not_stand_in_it(
 @pytest.mark.parametrize("name", ["..", "a//b", ".x", "a b", "\ud800"])
 async def test_a_namespace_is_the_name_of_a_folder_in_any_tier(tmp_path: Path, name: str) -> None:
     tiers = [{"type": "object", "url": tmp_path.as_uri()}]
-    with pytest.raises(KVStoreError, match="namespace name"):
+    with pytest.raises(ConfigError, match="namespace name"):
         async with kvstore.open({**small(tmp_path), "namespace": name, "tiers": tiers}):
             pass
+    async with kvstore.open({**small(tmp_path), "namespace": name, "tiers": []}):
+        pass

@@ -297,6 +297,25 @@ def test_a_path_is_one_wherever_the_process_goes(
     until(lambda: ring.newest(KEY).material == NEW)
 
 
+def test_a_path_from_a_folder_that_is_gone_is_refused(tmp_path: Path) -> None:
+    gone = tmp_path / "gone"
+    gone.mkdir()
+    code = """
+import os, sys
+from kvstore.tiers.keys import KeyRing
+os.rmdir(sys.argv[1])
+KeyRing("keys.toml")
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", code, gone],
+        cwd=gone,
+        env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])},
+        capture_output=True,
+        text=True,
+    )
+    assert "ConfigError: keys.toml: the keys cannot be read" in done.stderr
+
+
 def test_nobody_waits_for_a_source_that_hangs_and_the_log_says_that_it_does(
     service: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -680,6 +680,21 @@ async def test_a_bundle_takes_no_more_of_a_disk_than_its_chunks_need(tmp_path: P
     assert taken < 2 * SEGMENT_BYTES
 
 
+async def test_an_entry_called_encryption_that_an_earlier_version_took_is_refused(
+    tmp_path: Path,
+) -> None:
+    """Without it the chunks would be found by others."""
+    file = await exported(tmp_path)
+    raw = file.read_bytes()
+    size = int.from_bytes(raw[:8], "little")
+    told = json.loads(raw[8 : 8 + size])
+    identity = json.loads(told["__metadata__"]["identity"]) | {"encryption": "mine"}
+    told["__metadata__"]["identity"] = json.dumps(identity)
+    more = json.dumps(told).encode()
+    file.write_bytes(len(more).to_bytes(8, "little") + more + raw[8 + size :])
+    assert "identity has 'encryption'" in error_of("import", file, tmp_path / "there")
+
+
 def header(offsets: list[int], version: int, epoch: int = 0, namespace: str = "one-0") -> bytes:
     size = offsets[1] - offsets[0]
     told = {"format": "kvstore bundle", "version": str(version), "namespace": namespace}
