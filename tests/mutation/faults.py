@@ -268,6 +268,14 @@ FAULTS = (
         ),
     ),
     *_in(
+        "kvstore/core/residency/base.py",
+        (
+            "a chunk with wrong bytes stays in the index",
+            "if not perhaps_whole or not self.index.unread(key):",
+            "if not self.index.unread(key):",
+        ),
+    ),
+    *_in(
         "kvstore/core/residency/owned.py",
         (
             "slots that cannot be written are used again at once",
@@ -278,11 +286,6 @@ FAULTS = (
             "an exclusive tier keeps what it gave",
             "            self.forget(tail_first)",
             "            pass",
-        ),
-        (
-            "a chunk with wrong bytes stays in the index",
-            "if not perhaps_whole or not self.index.unread(key):",
-            "if not self.index.unread(key):",
         ),
         (
             "uses are recorded while compaction moves the records",
@@ -637,8 +640,8 @@ FAULTS = (
         ),
         (
             "two chunks of one write get the same sequence",
-            "sequence += sum(len(extent) for extent in places)",
-            "sequence += len(places)",
+            "sequence += sum(map(len, batch))",
+            "sequence += len(batch)",
         ),
         (
             "a lane grows beyond its capacity",
@@ -699,8 +702,8 @@ FAULTS = (
         ),
         (
             "a namespace whose epoch was lost serves what was forgotten",
-            "if epoch is not None and newest > epoch:",
-            "if epoch is not None and newest < 0:",
+            "        if newest > epoch:\n",
+            "        if newest < 0:\n",
         ),
         (
             "a strange file decides which size the segments have",
