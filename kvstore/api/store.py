@@ -35,6 +35,7 @@ from kvstore.engine.loop_steps import STUCK, Driver
 from kvstore.engine.unnamed_requests import Prompt, Prompts
 from kvstore.errors import KVStoreError, LeaseEndedError
 from kvstore.observe.logs import warn_of_uncleared
+from kvstore.tiers.pinned import round_to_page
 from kvstore.types import Event, about
 
 __all__ = ["COPY_INLINE_BYTES", "Chunks", "Store", "open", "start"]
@@ -500,7 +501,8 @@ class Store:
         self._driver.check()
         rate = check_size("bytes_per_second", bytes_per_second)
         for tier in self._core.owned:
-            tier.compactor.set_rate(rate / self._region.row_bytes)
+            size = round_to_page(tier.payload_bytes or self.chunk_bytes)
+            tier.compactor.set_rate(rate / size)
         self._keep_up()
 
     def release(self, request: str) -> None:

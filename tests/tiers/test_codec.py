@@ -490,3 +490,15 @@ async def test_a_codec_of_stores_needs_a_store_that_encodes(tmp_path: Path, gate
     pytest.importorskip("mooncake.store", exc_type=ImportError)
     with pytest.raises(ConfigError, match="it does not encode chunks: leave it out, or store_cod"):
         await kvstore.open({**shared(tmp_path, gate), "tiers": [{"type": "mooncake"}]})
+
+
+async def test_compaction_copies_the_bytes_that_are_asked_for_however_it_is_asked(
+    tmp_path: Path, gate: Path
+) -> None:
+    whole = config(tmp_path / "cache", gate)
+    whole["tiers"][0]["compaction_rate"] = "1MiB"
+    async with kvstore.open(whole) as store:
+        (tier,) = store._core.owned
+        asked = tier.compactor.rate
+        store.compact("1MiB")
+        assert tier.compactor.rate == asked > 2**20 / CHUNK
