@@ -17,8 +17,8 @@ import os
 import time
 from pathlib import Path
 
-from kvstore.concurrency import close_unlocked, open_at_once
-from kvstore.errors import ForeignFileError, PathUnusableError
+from kvstore.concurrency import close_unlocked
+from kvstore.errors import ForeignFileError
 from kvstore.tiers.disk import namespace
 from kvstore.tiers.disk.io.base import write_whole
 from kvstore.tiers.disk.trust import ANYBODYS, Trust, hand_over, sync_folder
@@ -41,20 +41,8 @@ def read_epoch(folder: Path, trust: Trust = ANYBODYS) -> int:
         PathUnusableError: if it cannot be read, or is not to be trusted.
     """
     file = folder / EPOCH_NAME
-    try:
-        fd = open_at_once(file)
-        try:
-            if (fault := trust.file_fault(fd, written=False)) is not None:
-                raise PathUnusableError(f"{file}: {fault}")
-            raw = os.read(fd, 64)
-        finally:
-            os.close(fd)
-    except FileNotFoundError:
+    if (raw := trust.read(file, 64)) is None:
         return 0
-    except PathUnusableError:
-        raise
-    except OSError as error:
-        raise PathUnusableError(f"{file}: cannot be read ({error.strerror})") from error
     digits = raw.removesuffix(b"\n")
     if not digits.isdigit() or len(digits) > 10 or int(digits) > MAX_EPOCH:
         raise ForeignFileError(

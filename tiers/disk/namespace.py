@@ -14,7 +14,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from kvstore.concurrency import open_at_once
 from kvstore.errors import (
     MALFORMED,
     ConfigError,
@@ -171,17 +170,8 @@ def read_namespace(folder: Path, trust: Trust = ANYBODYS) -> dict[str, Any]:
         PathUnusableError: if it cannot be read, or is not to be trusted.
     """
     file = folder / FILE_NAME
-    try:
-        fd = open_at_once(file)
-        with os.fdopen(fd, "rb") as handle:
-            fault = trust.file_fault(fd, written=False)
-            if fault is not None:
-                raise PathUnusableError(f"{file}: {fault}")
-            raw = handle.read(MAX_FILE_BYTES + 1)
-    except PathUnusableError:
-        raise
-    except OSError as error:
-        raise PathUnusableError(f"{file}: cannot be read ({error.strerror})") from error
+    if (raw := trust.read(file, MAX_FILE_BYTES + 1)) is None:
+        raise PathUnusableError(f"{file}: cannot be read ({os.strerror(errno.ENOENT)})")
     try:
         if len(raw) > MAX_FILE_BYTES:
             raise ValueError("too large")

@@ -28,6 +28,7 @@ from collections import deque
 from dataclasses import dataclass
 from pathlib import Path
 
+from kvstore.concurrency import open_at_once
 from kvstore.errors import PathUnusableError
 from kvstore.tiers.disk.io.base import NO_ROOM
 
@@ -106,6 +107,24 @@ class Trust:
             # Users of its other name do not expect it to be written to.
             return f"has {found.st_nlink} names (hard links): copy a cache with cp -a"
         return self.doubt(found) or (_list_doubt(fd, found) if self.strict else None)
+
+    def read(self, file: Path, most: int) -> bytes | None:
+        """Return the first `most` bytes of one of the cache's own files; None if it is not there.
+
+        Raises:
+            PathUnusableError: if it cannot be read, or is not to be trusted.
+        """
+        try:
+            with os.fdopen(open_at_once(file), "rb") as handle:
+                fault = self.file_fault(handle.fileno(), written=False)
+                raw = b"" if fault is not None else handle.read(most)
+        except FileNotFoundError:
+            return None
+        except OSError as error:
+            raise PathUnusableError(f"{file}: cannot be read ({error.strerror})") from error
+        if fault is not None:
+            raise PathUnusableError(f"{file}: {fault}")
+        return raw
 
 
 STRICT = Trust()
