@@ -39,7 +39,6 @@ BLOCK, FIRST, MORE = 32, 512, 256
 
 ENGINE = {
     "load_format": "auto",
-    "dtype": "float32",
     "block_size": BLOCK,
     "max_model_len": 4096,
     "max_num_seqs": 16,

@@ -27,7 +27,6 @@ from revision import ROOT
 sys.path.insert(0, str(ROOT))
 
 from benchmarks.serving.servers import offload
-from examples.rounds import MOST_EXACT
 from tests.vllm.engines import ONE_PROCESS, Round, run_engine
 
 CHUNK_BYTES = {
@@ -61,7 +60,6 @@ class Case:
             "model": self.model,
             "max_tokens": 8,
             "engine": {
-                "dtype": MOST_EXACT[self.model],
                 "enable_prefix_caching": True,
                 "max_model_len": 2048,
                 "num_gpu_blocks_override": 1200,

@@ -55,7 +55,7 @@ class Server:
         model = Path("tiny-model")
         model.mkdir(exist_ok=True)
         (model / "config.json").write_text(json.dumps(config))
-        arguments: dict[str, Any] = {**ENGINE, **engine}
+        arguments: dict[str, Any] = {**ENGINE, "dtype": config["torch_dtype"], **engine}
         if offload is not None:
             arguments["kv_transfer_config"] = over_kvstore(offload)
         self.engine: Any = LLM(str(model), **arguments).llm_engine

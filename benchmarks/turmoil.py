@@ -44,7 +44,6 @@ SMALL: dict[str, dict[str, Any]] = {
 
 ENGINE = {
     "load_format": "auto",
-    "dtype": "float32",
     "block_size": 32,
     "max_model_len": 416,
     "max_num_seqs": 6,

@@ -28,7 +28,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "examples"))
 from dry import read_options
 from random_model import write_apart
-from rounds import MOST_EXACT, prompt
+from rounds import prompt
 from stepped import Server, copy_late
 from turmoil import config_of
 
@@ -87,7 +87,6 @@ def started(folder: Path, options: argparse.Namespace, offload: dict[str, Any] |
         **ENGINE,
         "block_size": BLOCK[options.model],
         "max_num_batched_tokens": BLOCK[options.model],
-        "dtype": MOST_EXACT[options.model],
         "num_gpu_blocks_override": blocks,
         "enable_prefix_caching": offload is not None,
         **options.engine,

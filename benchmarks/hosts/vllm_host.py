@@ -66,7 +66,6 @@ class VLLMHost:
         arguments = {
             **ENGINE,
             "load_format": "auto",
-            "dtype": "float32",
             "block_size": BLOCK_TOKENS,
         }
         arguments["max_model_len"] = tokens + NEW_TOKENS

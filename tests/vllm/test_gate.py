@@ -19,7 +19,7 @@ from tests.vllm.engines import ENGINE_SECONDS, ONE_PROCESS, run_engine, run_scri
 ARGUMENTS = {
     name: value
     for name, value in ENGINE.items()
-    if name not in ("load_format", "disable_log_stats")
+    if name not in ("load_format", "disable_log_stats", "dtype")
 }
 
 
@@ -94,9 +94,14 @@ def test_a_model_is_tried_and_only_it_may_use_the_file(
 
 def refused(folder: Path, gate: Gate) -> None:
     """The tests' other model is another one, and float32 is not encoded."""
+    bits = {"engine": {"dtype": "bfloat16"}}
     scenarios: list[tuple[dict[str, Any], str]] = [
-        ({"model": "llama"}, "it is of a model with "),
-        ({"model": "lfm2"}, "layers of bfloat16, and a KV cache group of this model is MambaSpec"),
+        ({"model": "llama", **bits}, "it is of a model with "),
+        (
+            {"model": "lfm2", **bits},
+            "layers of bfloat16, and a KV cache group of this model is MambaSpec",
+        ),
+        ({"model": "llama"}, "layers of bfloat16, and .* is .*float32"),
     ]
     for scenario, text in scenarios:
         config = {
@@ -107,7 +112,7 @@ def refused(folder: Path, gate: Gate) -> None:
         }
         with pytest.raises(AssertionError, match=text):
             run_engine(
-                folder / scenario["model"],
+                folder / "refused",
                 {**scenario, "kvstore": config, "rounds": []},
                 ONE_PROCESS,
             )

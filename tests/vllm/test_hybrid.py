@@ -43,7 +43,6 @@ def run(
         {
             "model": "lfm2",
             "engine": {
-                "dtype": "float32",
                 "enable_prefix_caching": True,
                 "max_model_len": 1024,
                 "num_gpu_blocks_override": 400,

@@ -67,8 +67,6 @@ class Place:
                 "config": CONFIG,
                 "engine": {
                     "load_format": "auto",
-                    # In 16 bits, three tokens may be exactly as likely on one processor.
-                    "dtype": "float32",
                     "max_model_len": 1024,
                     "enable_lora": True,
                     "max_lora_rank": 8,

@@ -32,8 +32,6 @@ PROMPTS = [[seed, LENGTH] for seed in range(3)]
 NO_HIT, ALL_HIT = [0] * 3, [LENGTH] * 3
 ENGINE = {
     "load_format": "auto",
-    # In 16 bits, three tokens may be exactly as likely on one processor.
-    "dtype": "float32",
     "max_model_len": 1024,
 }
 EMBEDDINGS = {"enable_prompt_embeds": True}

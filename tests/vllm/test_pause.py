@@ -54,7 +54,6 @@ def run(
             "config": CONFIG,
             "engine": {
                 "load_format": "auto",
-                "dtype": "float32",
                 "max_model_len": 1024,
                 "tensor_parallel_size": workers,
             },
@@ -171,7 +170,7 @@ def test_inside_vllms_multi_connector_prompts_are_found_and_a_pause_empties_the_
         folder,
         {
             "config": CONFIG,
-            "engine": {"load_format": "auto", "dtype": "float32", "max_model_len": 1024},
+            "engine": {"load_format": "auto", "max_model_len": 1024},
             "kv_transfer_config": {
                 "kv_connector": "MultiConnector",
                 "kv_role": "kv_both",

@@ -20,7 +20,7 @@ def engine(
     write_model(folder / "run" / "tiny-model", {**LLAMA, **SMALL})
     scenario = {
         "config": SMALL,
-        "engine": {"load_format": "auto", "dtype": "float32"},
+        "engine": {"load_format": "auto"},
         "kvstore": {
             "cpu_bytes_to_use": "32MiB",
             "blocks_per_chunk": 2,

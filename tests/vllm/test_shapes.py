@@ -15,7 +15,6 @@ SMALL = {
     "num_hidden_layers": 4,
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
-    "torch_dtype": "float32",
 }
 
 PROMPTS = [[seed, 300] for seed in range(4)]
@@ -48,7 +47,7 @@ def engine(
     }
     scenario = {
         "config": SMALL,
-        "engine": {"load_format": "auto", "dtype": "float32", "tensor_parallel_size": workers},
+        "engine": {"load_format": "auto", "tensor_parallel_size": workers},
         "kvstore": kvstore if offload else None,
         # Two workers wait for each other many times for each.
         "max_tokens": 4,
