@@ -165,12 +165,15 @@ class Victims:
         loose.sort(key=operator.attrgetter("order"), reverse=True)
         free: list[bytes] = []
         for chunk in loose:
-            if not chunk.aside or chunk.state != READY:
-                continue
-            if self._pool.chunks.get(chunk.key) is not chunk:
+            here = self._pool.chunks.get(chunk.key) is chunk and chunk.state == READY
+            if not chunk.aside or not here:
                 continue
             if chunk.unsaved:
                 self._parked[chunk.key] = chunk
+            elif chunk.step == self._pool.step:
+                # Kept once more: a search that was cut short goes on beyond it.
+                self._met_step = chunk.step
+                self._until_next_step.append(chunk)
             else:
                 chunk.set_aside(False)
                 self._parked.pop(chunk.key, None)

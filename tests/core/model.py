@@ -1227,6 +1227,9 @@ class World:
                 self.finish_store(client, ())
         core._pins.end(list(core._pins._until))
         self.run_dry(10 * core._queue.lease + 1)
+        # Where host memory is small, each key that is to be fetched has a step of its own.
+        for _ in range(sum(map(len, core._prefetches._lines.values()))):
+            self.run_dry(1.0)
         self.check()
         self.check_events()
         assert core.in_flight == 0
@@ -1278,7 +1281,8 @@ class World:
         # A server that computes for others leaves rows the time to become free.
         core.server_computes(True, self.now)
         answer = self.ask(client)
-        for _ in range(50):
+        # A step may ask a store about one key only.
+        for _ in range(50 + length):
             if answer is not None:
                 break
             self.step(0.001)

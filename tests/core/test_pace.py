@@ -232,6 +232,24 @@ def test_a_search_for_victims_that_is_broken_off_goes_on_in_the_next_step() -> N
     assert rig.stats.truncations == 0
 
 
+@pytest.mark.parametrize("policy", policy_names())
+def test_a_search_goes_on_beyond_the_rest_of_a_prompt_that_is_kept_for_it(policy: str) -> None:
+    prompt = chain("prompt", 50)
+    rig = Rig(
+        rows=60,
+        on=[prompt[:5]],
+        segment_slots=256,
+        policy=create_policy(policy, 60),
+        pace=Pace(granted=5, questions=3),
+    )
+    rig.store(prompt[5:])
+    rig.store(chain("free", 15))
+    rig.use(chain("free", 15), "user")
+    began = rig.now
+    assert rig.resolve(prompt) == 50
+    assert rig.now - began < 1.0, "it waits until it may wait no more"
+
+
 @pytest.mark.parametrize("demotes", [True, False])
 def test_a_store_waits_for_a_search_that_was_broken_off_and_is_not_cut(demotes: bool) -> None:
     rig = Rig(rows=60, pace=Pace(questions=3))
