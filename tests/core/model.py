@@ -985,7 +985,8 @@ class World:
             orphan = move.id in self.core._transfers.orphans
             assert orphan or not any(slot in its_slots for slot in tier.entries.values())
             for other in self.moves:
-                if other.tier == move.tier:
+                # The tier itself sees that a record is not noted in a segment that is gone.
+                if other.tier == move.tier and other.op is not Op.NOTE:
                     used = {*other.slots, *other.targets}
                     assert not used & set(its_slots), "a segment is removed under a move"
             self.segment_ids[move.tier].discard(move.segment)
