@@ -1229,7 +1229,7 @@ class World:
         core._pins.end(list(core._pins._until))
         self.run_dry(10 * core._queue.lease + 1)
         # Where host memory is small, each key that is to be fetched has a step of its own.
-        for _ in range(sum(map(len, core._prefetches._lines.values()))):
+        for _ in range(1 + sum(map(len, core._prefetches._lines.values()))):
             self.run_dry(1.0)
         self.check()
         self.check_events()
