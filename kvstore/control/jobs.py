@@ -160,7 +160,7 @@ class Release(Action):
 class Demote(Action):
     """Let chunks leave host memory as soon as a slower tier has them."""
 
-    failure = "chunks stay in host memory: used meanwhile, or on no slower tier"
+    failure = "chunks stay in host memory: used meanwhile, retained, or on no slower tier"
 
     def __init__(self, body: Mapping[str, Any]) -> None:
         self._leaving: list[bytes] = []
