@@ -1282,8 +1282,7 @@ class World:
         # A server that computes for others leaves rows the time to become free.
         core.server_computes(True, self.now)
         answer = self.ask(client)
-        # A step may ask a store about one key only.
-        for _ in range(50 + length):
+        for _ in range(50):
             if answer is not None:
                 break
             self.step(0.001)
