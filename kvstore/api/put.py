@@ -340,6 +340,10 @@ class Puts:
                 pool = self._core.chunks
                 withdrawn = call.withdrawn
                 offered = [k for k in chunks if (k in left or k in pool) and k not in withdrawn]
+                reach = self._core.reach(offered)
+                if len(offered) > reach and all(map(self._core.may_go_below, chunks.keys() - left)):
+                    # Its tenant has a smaller share by now: the rest is stored piece by piece.
+                    offered = [key for key in offered if key in left][: max(1, reach // 2)]
                 hidden = self._core.hidden
                 if told and all(key in pool or key in hidden for key in left):
                     # They are still being removed. To be offered is a use, and what is used

@@ -232,12 +232,37 @@ class Grants:
             others = pool.busy > staying or pool.held > 0 or pool.soon_free > 0
             if self._budget.cut_short or others:
                 request.stick(-1)
+                if not self._budget.cut_short:
+                    self._break_circle(request)
                 return False
             if request.stuck != pool.step - 1:
                 request.stick(pool.step)
                 return False
         self._abandon(request)
         return True
+
+    def _break_circle(self, request: Request) -> None:
+        """Let the last request give up its leases if requests wait only for each other's rows.
+
+        It waits on behind `request`, the first of them of the same tenant.
+        """
+        pool = self._pool
+        if pool.held or pool.soon_free:
+            return
+        stuck = [
+            one
+            for one in self._queue.waiting.values()
+            if one.leases and one.short_of_rows and not one.pending
+        ]
+        if sum(len(one.leases) for one in stuck) + self._pins.rows < pool.busy:
+            return
+        owner = pool.owner(request.keys)
+        circle = [one for one in stuck if pool.owner(one.keys) == owner]
+        leased = set().union(*(one.leases for one in stuck))
+        busy = len(leased) + self._pins.rows_besides(leased)
+        if len(circle) > 1 and circle[0] is request and pool.busy <= busy:
+            self._queue.release(circle[-1])
+            circle[-1].grant(0, needs_rows=True, short_of_rows=True)
 
     def server_computes(self, computes: bool, now: float) -> None:
         """Note whether the server computes prompts from now on, until the next call.

@@ -17,12 +17,15 @@ known of its prompt. The recording waits longer, as chunks of the answer may be 
 Chunks fetched for a lookup are leased until they are got. An unnamed lookup may never
 be followed by a get: its lease ends as soon as others wait for room and it
 has not been repeated for `UNNAMED_SECONDS`.
+
+This module is long because each kind of call is matched with those before it, in one table.
 """
 
 from __future__ import annotations
 
 import enum
 import itertools
+import math
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
@@ -108,6 +111,7 @@ class Prompts:
         self._now = 0.0
         if record is not None:
             core.on_prompt_end(self._over)
+        self._lease = lease
         self._linger = max(LINGER_SECONDS, lease)
         self._numbers = itertools.count()
         self._open: OrderedDict[str, Prompt] = OrderedDict()
@@ -145,9 +149,7 @@ class Prompts:
         if request is not None:
             return self._named(request, keys, now)
         prompt = self._asked.get(place := (len(keys), keys[-1]))
-        told = len(keys) if prompt is None or prompt.told is None or prompt.busy else prompt.told
-        late = prompt is not None and now - prompt.since >= ANEW_SECONDS
-        if prompt is not None and late and told < len(keys) and self._core.may_come(keys[told]):
+        if prompt is not None and self._is_over(prompt, keys, now, late=ANEW_SECONDS):
             self.end(prompt)
             prompt = None
         if prompt is None:
@@ -167,6 +169,9 @@ class Prompts:
         if request is not None:
             return self._named(request, keys, now)
         prompt = self._asked.get((len(keys), keys[-1])) or self._answered(keys)
+        if prompt is not None and self._is_over(prompt, keys, now, late=math.inf):
+            self.end(prompt)
+            prompt = None
         if prompt is None:
             prompt = self._begin(keys, now)
         self._no_lookup(prompt)
@@ -297,6 +302,25 @@ class Prompts:
         return True
 
     # -- inside ------------------------------------------------------------------------
+
+    def _is_over(self, prompt: Prompt, keys: Sequence[bytes], now: float, *, late: float) -> bool:
+        """Whether an unnamed lookup that was answered has to begin anew, to get what it lacks.
+
+        That may be a chunk that has left since, or one that its answer lacked `late` seconds after
+        it began.
+        """
+        if prompt.busy or self._core.is_waiting(prompt.id):
+            return False
+        chunks = self._core.chunks
+        lacking = next((n for n, key in enumerate(keys) if key not in chunks), len(keys))
+        if lacking == len(keys):
+            return False
+        if prompt.id in self._leasing and now - prompt.used < self._lease:
+            if prompt.told is None:
+                return False
+            if lacking >= prompt.told and now - prompt.since < late:
+                return False
+        return self._core.may_come(keys[lacking])
 
     def _named(self, request: str, keys: Sequence[bytes], now: float) -> Prompt:
         prompt = self._open.get(request)

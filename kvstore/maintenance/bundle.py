@@ -34,6 +34,7 @@ from kvstore.maintenance.survey import (
     Fault,
     LaneSurvey,
     NamespaceSurvey,
+    holds_chunks_of,
     survey,
 )
 from kvstore.policies.shares import Shares
@@ -197,6 +198,8 @@ def places_of(
                 continue  # A stray file, perhaps of another model: no server takes it either.
             if header.geometry.sealed != namespace.sealed:
                 continue  # Nor one that is not encrypted, where the namespace is.
+            if not holds_chunks_of(namespace, header.geometry):
+                continue  # Nor one with chunks of another size.
             live = live.of_epoch(namespace.epoch)
             geometry = header.geometry
             keys = live.keys()
@@ -459,6 +462,7 @@ def _header(namespace: NamespaceSurvey, found: Mapping[bytes, Place]) -> bytes:
             "namespace": namespace.name,
             "segment_bytes": str(_segment_bytes(namespace)),
             "identity": json.dumps(namespace.identity, sort_keys=True),
+            "digest": Namespace(namespace.name, namespace.identity).digest,
             "epoch": str(namespace.epoch),
             "digests": json.dumps(
                 {key.hex(): place.proof.value.hex() for key, place in found.items()}
@@ -737,6 +741,10 @@ def _read_header(fd: int, file: Path) -> _Bundle:
         if told["format"] != FORMAT or told["version"] != str(VERSION):
             raise wrong(f"its format is {told['format']!r}, version {told['version']!r}")
         identity, digests = json.loads(told["identity"]), json.loads(told["digests"])
+        digest = Namespace(str(told["namespace"]), identity).digest
+        # Bundles of earlier versions do not tell it.
+        if told.get("digest", digest) != digest:
+            raise wrong("its identity is damaged: it does not match its digest")
         if not entries:
             raise wrong("it holds no chunk")
         if any(int(start) < 0 for start, _ in _offsets(entries)):

@@ -37,6 +37,7 @@ __all__ = [
     "Progress",
     "SegmentSurvey",
     "check_folder",
+    "holds_chunks_of",
     "survey",
     "verify",
 ]
@@ -335,6 +336,12 @@ def _lane(lane: LaneSurvey, namespace: NamespaceSurvey) -> list[Fault]:
     return faults
 
 
+def holds_chunks_of(namespace: NamespaceSurvey, geometry: Geometry) -> bool:
+    """Whether a segment's chunks have the size of the namespace's. No seal would show it."""
+    size: int = namespace.identity.get("chunk_bytes", geometry.chunk_bytes)
+    return size == geometry.chunk_bytes
+
+
 def _looked(path: Path, look: Callable[[Path], _T], faults: list[Fault]) -> _T | None:
     """Look twice at a segment with a fault: a running server may have emptied and removed it."""
     for last in (False, True):
@@ -367,6 +374,10 @@ def _segment(path: Path, namespace: NamespaceSurvey) -> tuple[SegmentSurvey, lis
         raise ForeignFileError("belongs to another namespace")
     if namespace.digest is not None and geometry.sealed != namespace.sealed:
         raise ForeignFileError("is encrypted, or not, other than its namespace")
+    if not holds_chunks_of(namespace, geometry):
+        raise ForeignFileError(
+            f"holds chunks of {geometry.chunk_bytes} bytes, its namespace others"
+        )
     faults: list[Fault] = []
     if size < geometry.file_bytes:
         faults.append(Fault.cut_short(path, size, geometry.file_bytes))

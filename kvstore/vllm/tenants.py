@@ -3,7 +3,7 @@
 A request names its tenant in its transfer parameters, ``{"kvstore": {"tenant": "alice"}}``. Without
 a name its `cache_salt` is its tenant, and without that it belongs to the tenant "". It may say how
 many of its first tokens are public: ``{"kvstore": {"public_tokens": 1024}}``. Those belong to the
-tenant "public", and are found by all requests that say so, too.
+tenant "public", and are found by all requests that say so, too. No request can name that tenant.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ class TenantOffloadingManager(KVStoreOffloadingManager):
         tenant = told.get(TENANT)
         if tenant is None:
             tenant = getattr(request, "cache_salt", None) or ""
-        owner = _Owner(tag_of(str(tenant)), self._public(told.get(PUBLIC_TOKENS), request))
+        owner = _Owner(_tag(str(tenant)), self._public(told.get(PUBLIC_TOKENS), request))
         self._owners[name] = owner
         req_context.set_state(owner)
         return super().on_new_request(req_context)
@@ -137,6 +137,15 @@ class TenantOffloadingManager(KVStoreOffloadingManager):
 
 class LoRATenantOffloadingManager(LoRAOffloadingManager, TenantOffloadingManager):
     """For an engine with adapters: their keys first, then those of tenants."""
+
+
+def _tag(tenant: str) -> bytes:
+    """Return the tag of what a request calls its tenant: never that of public tokens.
+
+    What is called like them gets a zero in front, as does what begins with one: so it shares its
+    tag with no other name.
+    """
+    return tag_of(f"\0{tenant}" if tenant == PUBLIC or tenant.startswith("\0") else tenant)
 
 
 def _is_count(value: object) -> bool:

@@ -403,6 +403,7 @@ async def test_what_is_not_encrypted_is_not_taken_for_it(tmp_path: Path, keys_fi
     header = json.loads(raw[8 : 8 + size])
     header["__metadata__"]["identity"] = json.dumps(namespace.identity)
     header["__metadata__"]["namespace"] = namespace.name
+    header["__metadata__"]["digest"] = namespace.digest
     text = json.dumps(header).encode()
     text = text.ljust(-(-len(text) // 8) * 8)
     file.write_bytes(len(text).to_bytes(8, "little") + text + raw[8 + size :])

@@ -7,12 +7,14 @@ from collections.abc import Callable, Coroutine
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from kvstore.api.store import Store
 from kvstore.engine import loop_steps, unnamed_requests
 from tests.patience import PATIENCE, TOO_LONG, answered_async, until_async
 from tests.store.support import (
+    CHUNK,
     Open,
     busy,
     cancel,
@@ -93,6 +95,32 @@ async def test_a_lookup_that_is_not_repeated_is_in_nobodys_way(
         assert await store.resolve(forgotten) == 8
         assert await asyncio.wait_for(call(store, wanted), PATIENCE) in (payloads(wanted), 8)
         assert store.stats().lapses == 1
+
+
+@pytest.mark.parametrize("call", ["get", "get_into", "resolve", "lookup"])
+@pytest.mark.parametrize("answered", [True, False])
+async def test_what_others_displaced_before_it_was_got_is_fetched_anew(
+    open_store: Open, call: str, answered: bool
+) -> None:
+    forgotten, wanted = keys_of("forgotten", 4), keys_of("wanted", 8)
+    await on_disk(open_store, forgotten, wanted)
+    async with open_store(rows=8, disk=256, lease_s=TOO_LONG) as store:
+        if answered:
+            assert await store.resolve(forgotten) == 4
+        else:
+            assert store.lookup_prefix(forgotten) is None
+        assert await contents(store, wanted) == payloads(wanted)
+        assert store.stats().lapses == 1
+        match call:
+            case "get":
+                assert await contents(store, forgotten) == payloads(forgotten)
+            case "get_into":
+                assert await store.get_into(forgotten, np.empty((4, CHUNK), np.uint8)) == 4
+            case "resolve":
+                assert await store.resolve(forgotten) == 4
+            case _:
+                assert await polled(store, forgotten) == 4
+        assert await contents(store, forgotten) == payloads(forgotten)
 
 
 async def test_many_lookups_whose_answers_nobody_awaits_are_in_nobodys_way(

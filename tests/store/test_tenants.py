@@ -121,6 +121,18 @@ async def test_what_another_pins_leaves_a_tenant_what_is_guaranteed_to_it(
         assert store.stats().tenants["alice"].host_chunks == 12
 
 
+async def test_a_put_whose_tenant_gets_less_while_it_waits_goes_on_in_smaller_pieces(
+    open_store: Open,
+) -> None:
+    prompts = [
+        tenant_keys(tenant, keys_of(f"{tenant} {n}", 48)) for tenant in ("a", "b") for n in (1, 2)
+    ]
+    async with open_store(rows=64, disk=512, tenants={"a": {}, "b": {}}, deadline_s=5.0) as store:
+        assert store._core.reach(prompts[1]) == 64
+        assert await asyncio.gather(*(put(store, keys) for keys in prompts)) == [48] * 4
+        assert store._core.reach(prompts[1]) == 32
+
+
 @pytest.mark.parametrize("length", [12, 40])
 async def test_a_prompt_larger_than_a_share_passes_through_it(
     open_store: Open, length: int

@@ -100,6 +100,30 @@ async def test_who_stops_in_the_middle_leaves_nothing_leased(full: kvstore.Store
     await until_async(lambda: not full.stats().busy_rows)
 
 
+async def test_readers_that_want_more_than_half_do_not_wait_for_each_others_rows(
+    tmp_path: Path,
+) -> None:
+    """Each would have a part, and lack the other's."""
+    got, windowed = KEYS[:9], KEYS[50:59]
+    async with kvstore.open(config(tmp_path, 6) | {"deadline_s": 5.0}) as store:
+        for keys in (got, windowed):
+            assert await store.put(keys, [bytes(CHUNK)] * 9, durable=True) == 9
+
+        async def get() -> None:
+            for _ in range(60):
+                async with store.get(got):
+                    pass
+
+        async def window() -> None:
+            for _ in range(15):
+                async with store.windows(windowed, 4) as windows:
+                    async for _ in windows:
+                        await asyncio.sleep(0.002)
+
+        await asyncio.gather(get(), window())
+        assert store.stats().timeouts == 0
+
+
 async def test_a_window_cannot_be_used_after_the_next_has_come(full: kvstore.Store) -> None:
     async with full.windows(KEYS, 8) as windows:
         kept = await anext(windows)

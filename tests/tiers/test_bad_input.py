@@ -29,7 +29,7 @@ from kvstore.errors import (
 )
 from kvstore.testing.bench import key_of
 from kvstore.tiers.disk.lane import LOCK_NAME, MAX_LANES, Lane, Owner, lane_owner
-from kvstore.tiers.disk.namespace import Namespace
+from kvstore.tiers.disk.namespace import Namespace, read_namespace
 from tests.patience import until
 from tests.tiers.conftest import OpenBench
 from tests.tiers.support import CHUNK, NAMESPACE, SEGMENT, SLOT, Child, lane_of
@@ -345,6 +345,28 @@ def test_a_damaged_namespace_file_is_refused_by_name(
     file.write_bytes(content)
     assert str(file) in refused(ForeignFileError)
     assert file.read_bytes() == content
+
+
+def test_a_namespace_file_whose_identity_has_changed_is_that_of_no_model(
+    folder: Path, refused: Callable[..., str], open_bench: OpenBench
+) -> None:
+    open_bench().abandon()
+    file = folder / NAMESPACE.name / "namespace.json"
+    told = json.loads(file.read_bytes())
+    changed = told["identity"] | {"model": "of other weights"}
+    file.write_text(json.dumps(told | {"identity": changed}))
+    for namespace in (NAMESPACE, Namespace(NAMESPACE.name, changed)):
+        found = refused(ForeignFileError, namespace=namespace)
+        assert "its digest does not match its identity" in found
+
+
+def test_an_identity_with_numbers_as_names_is_the_one_that_is_read_back(
+    folder: Path, open_bench: OpenBench
+) -> None:
+    namespace = Namespace("numbers", {**NAMESPACE.identity, "scales": {2: "a", 10: "b"}})
+    open_bench(namespace=namespace)
+    told = read_namespace(folder / namespace.name)
+    assert Namespace(namespace.name, told["identity"]).digest == namespace.digest
 
 
 def test_a_namespace_file_of_a_newer_version_is_refused(

@@ -632,6 +632,39 @@ async def test_what_was_changed_in_a_bundle_is_not_imported(tmp_path: Path) -> N
         assert await contents(store, KEYS[6:10]) == payloads(KEYS[6:10])
 
 
+async def test_a_bundle_of_which_it_cannot_be_told_what_it_is_of_is_not_imported(
+    tmp_path: Path,
+) -> None:
+    """Another model's cache of that name would take it."""
+    file = await exported(tmp_path)
+    content = file.read_bytes()
+    assert content.count(b'\\"model\\": \\"one\\"') == 1
+    file.write_bytes(content.replace(b'\\"one\\"', b'\\"ono\\"'))
+    assert "its identity is damaged" in error_of("import", file, tmp_path / "there")
+    assert not (tmp_path / "there").exists()
+
+
+async def test_an_encrypted_segment_with_chunks_of_another_size_is_a_fault_and_left_out(
+    tmp_path: Path,
+) -> None:
+    """None of its seals says how large a chunk is."""
+    keys, _ = two_keys(tmp_path)
+    here = {**small(tmp_path / "here", disk=64), "chunk_bytes": 4094, "encryption_keys": keys}
+    async with kvstore.open(here) as store:
+        for key in KEYS[:2]:
+            await store.put([key], [bytes(4094)], durable=True)
+        await store.put(KEYS[2:], [bytes(4094)] * 18, durable=True)
+    segments = sorted((tmp_path / "here").rglob("segment-*"))
+    assert len(segments) > 1
+    content = segments[0].read_bytes()
+    segments[0].write_bytes(content.replace(b'"chunk_bytes":"4094"', b'"chunk_bytes":"4084"', 1))
+    told = f"WRONG {segments[0]}: holds chunks of 4084 bytes, its namespace others"
+    file = tmp_path / "bundle"
+    assert told in run("verify", tmp_path / "here", status=1)
+    assert told in run("export", tmp_path / "here", file, status=1)
+    assert "chunks now" in run("import", file, tmp_path / "there", "--keys", keys)
+
+
 async def test_an_import_tells_what_is_there_in_the_end(tmp_path: Path) -> None:
     file, there = await exported(tmp_path), tmp_path / "there"
     # Segments are as large as where it is from: 18 chunks, and one of them fits.
@@ -690,6 +723,8 @@ async def test_an_entry_called_encryption_that_an_earlier_version_took_is_refuse
     told = json.loads(raw[8 : 8 + size])
     identity = json.loads(told["__metadata__"]["identity"]) | {"encryption": "mine"}
     told["__metadata__"]["identity"] = json.dumps(identity)
+    # Earlier versions did not say it.
+    del told["__metadata__"]["digest"]
     more = json.dumps(told).encode()
     file.write_bytes(len(more).to_bytes(8, "little") + more + raw[8 + size :])
     assert "identity has 'encryption'" in error_of("import", file, tmp_path / "there")

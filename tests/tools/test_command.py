@@ -12,8 +12,9 @@ from typing import Any
 import pytest
 
 import kvstore
+from kvstore.errors import KVStoreError
 from kvstore.tools.cli import EXAMPLES, _parser, main
-from kvstore.tools.output import print_table
+from kvstore.tools.output import print_json, print_table
 from tests.tiers.support import flip
 from tests.tools.support import command, error_of, in_a_process, json_of, on_terminal, run
 
@@ -110,7 +111,9 @@ def test_a_report_in_a_file_has_all_faults_though_progress_is_shown(
 def test_an_identity_with_a_number_that_json_lacks_is_told(cache: Path) -> None:
     (file,) = cache.glob("*/namespace.json")
     file.write_text(file.read_text().replace('"tiny"', "NaN"))
-    assert "cannot be told in JSON" in error_of("inspect", cache, "--json")
+    assert "allowed are text, finite numbers" in run("inspect", cache, "--json", status=1)
+    with pytest.raises(KVStoreError, match="cannot be told in JSON"):
+        print_json({"share": float("nan")})
 
 
 def test_an_error_is_nowhere_else_where_standard_error_is_closed(

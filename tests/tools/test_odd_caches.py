@@ -233,6 +233,7 @@ def test_a_lane_of_nothing_but_damaged_segments_is_not_called_empty(cache: Path)
 
 def test_what_no_command_mends_says_what_to_do_and_that_helps(cache: Path) -> None:
     described = namespace_of(cache) / "namespace.json"
+    whole = described.read_text()
     described.write_text("{")
     assert "namespace.json: not a namespace file" in run("verify", cache)[1]
     described.write_text('{"format": "of another application"}')
@@ -240,6 +241,8 @@ def test_what_no_command_mends_says_what_to_do_and_that_helps(cache: Path) -> No
     described.write_text("{")
     with pytest.raises(ForeignFileError, match="remove it: the next server"):
         kvstore.open_sync(config(cache))
+    described.write_text(whole.replace('"identity": {', '"identity": {"more": 1,'))
+    assert "its digest does not match its identity" in run("verify", cache)[1]
     described.unlink()
     with kvstore.open_sync(config(cache)) as store:
         assert all(store.contains(KEYS))

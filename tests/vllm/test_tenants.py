@@ -21,10 +21,10 @@ from kvstore.vllm.layout import release_region, worker_region
 from kvstore.vllm.tenants import TenantOffloadingManager
 
 LENGTH = 256
-CHUNK = 2 * 8 * 8 * 64 * 2 * 32
-"""Bytes of one: keys and values, layers, heads, their size, 16 bits, tokens of a block."""
+CHUNK = 2 * 8 * 4 * 64 * 4 * 32
+"""Bytes of one: keys and values, layers, heads, their size, 32 bits, tokens of a block."""
 CHUNKS = LENGTH // 32
-FIRST, SECOND, THIRD = ([[n, LENGTH]] for n in range(1, 4))
+FIRST, SECOND, THIRD, FOURTH = ([[n, LENGTH]] for n in range(1, 5))
 FLOOD = [[n, LENGTH] for n in range(10, 18)]
 
 
@@ -79,7 +79,10 @@ def first(folder: Path) -> Run:
             {"name": "salted again", "prompts": SECOND, "salt": "pepper", "pause": 2.0},
             of("bob", "public in part", THIRD, public_tokens=128),
             of("carol", "public to carol", THIRD, public_tokens=150),
-            of("dave", "not public to dave", THIRD),
+            of("dave", "not public to dave", THIRD) | {"pause": 2.0},
+            of("public", "called public", FOURTH),
+            of("public", "called public again", FOURTH),
+            of("erin", "all public to erin", FOURTH, public_tokens=LENGTH),
             of("mallory", "flood", FLOOD),
             of("mallory", "flood again", FLOOD, retain_s=60.0),
             of("alice", "alice after the flood", FIRST),
@@ -139,6 +142,14 @@ def test_what_is_said_to_be_public_is_found_by_who_says_so_too(first: Run) -> No
     assert rounds["public in part"].cached == [0]
     assert rounds["public to carol"].cached == [128]
     assert rounds["not public to dave"].cached == [0]
+
+
+def test_what_is_public_belongs_to_no_tenant_that_a_request_can_name(first: Run) -> None:
+    rounds = first.rounds
+    assert rounds["called public"].cached == [0]
+    # Many tenants share what is not guaranteed: for a whole prompt its part is too small.
+    assert rounds["called public again"].cached >= [128]
+    assert rounds["all public to erin"].cached == [0]
 
 
 def test_a_flood_leaves_to_a_tenant_what_is_guaranteed(first: Run, second: Run) -> None:

@@ -184,7 +184,9 @@ def read_namespace(folder: Path, trust: Trust = ANYBODYS) -> dict[str, Any]:
             )
         if not isinstance(found["digest"], str) or not isinstance(found["identity"], dict):
             raise ValueError("incomplete")
-    except MALFORMED as error:
+        if _digest(found["identity"]) != found["digest"]:
+            raise ValueError("its digest does not match its identity")
+    except (*MALFORMED, ConfigError) as error:
         raise ForeignFileError(f"{file}: not a namespace file ({error}); {REMEDY}") from error
     return found
 
@@ -195,12 +197,14 @@ def _plain(value: Any) -> Any:
 
 def _digest(identity: Mapping[str, Any]) -> str:
     try:
-        canonical = json.dumps(identity, sort_keys=True, separators=(",", ":"), allow_nan=False)
+        # As it is read back: numbers that are names of entries are texts there, in another order.
+        plain = json.loads(json.dumps(identity, allow_nan=False))
     except (TypeError, ValueError) as error:
         raise ConfigError(
             f"identity = {identity!r}: allowed are text, finite numbers, true, false, null, "
             f"lists and tables of these ({error})"
         ) from error
+    canonical = json.dumps(plain, sort_keys=True, separators=(",", ":"))
     return hashlib.sha256(canonical.encode()).hexdigest()
 
 
