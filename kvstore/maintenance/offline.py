@@ -333,7 +333,7 @@ def _purge_segment(
         if not dry_run:
             IndexFile(fd, header).erase_slots(slots)
             # Also what was erased before, and is not on the medium yet.
-            os.fdatasync(fd)
+            _sync(fd)
     finally:
         os.close(fd)
     # What is from before a reset is erased, too, but nobody would have found it.
@@ -342,6 +342,22 @@ def _purge_segment(
     done.chunks += count
     done.outdated += len(slots) - count
     done.bytes += count * header.geometry.chunk_bytes
+
+
+def _sync(fd: int) -> None:
+    """Wait until what was written is on the medium.
+
+    Raises:
+        OSError: if it is not. The next reader finds what is there, not what was to be written:
+            else the next purge would find nothing to erase.
+    """
+    try:
+        os.fdatasync(fd)
+    except OSError:
+        # Linux takes pages for written whose write has failed.
+        with suppress(OSError):
+            os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
+        raise
 
 
 def _open_to_write(path: Path, trust: Trust, *, dry_run: bool) -> int:

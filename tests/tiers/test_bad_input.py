@@ -482,6 +482,24 @@ def test_when_every_lane_is_in_use_the_message_says_how_many_there_are(
             lane.release()
 
 
+def test_a_file_system_that_fails_at_a_close_keeps_no_lane(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lane = Lane.acquire(namespace := NAMESPACE.establish(folder))
+    real = os.close
+
+    def failing(fd: int) -> None:
+        real(fd)
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    before = len(os.listdir("/proc/self/fd"))
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "close", failing)
+        lane.release()
+    assert len(os.listdir("/proc/self/fd")) == before - 3
+    Lane.acquire(namespace, lane.number).release()
+
+
 def test_looking_at_a_lane_does_not_take_it(folder: Path, open_bench: OpenBench) -> None:
     open_bench().abandon()
     stop = threading.Event()

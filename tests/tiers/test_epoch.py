@@ -7,6 +7,7 @@ import errno
 import os
 import random
 import signal
+import threading
 import time
 from collections.abc import Callable, Mapping
 from functools import partial
@@ -118,9 +119,14 @@ def test_what_is_no_plain_file_is_refused(space: Path) -> None:
 
 
 def test_an_epoch_that_another_process_is_moving_is_waited_for_but_not_for_ever(
-    space: Path, child: Callable[..., Child], monkeypatch: pytest.MonkeyPatch
+    space: Path,
+    child: Callable[..., Child],
+    open_bench: OpenBench,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    """A server that starts waits longer: its drive may be slow."""
     monkeypatch.setattr("kvstore.tiers.disk.epoch.LOCK_SECONDS", 0.05)
+    assert raise_epoch(space, 1) == 0
     holder = child(
         """
         import fcntl
@@ -133,10 +139,13 @@ def test_an_epoch_that_another_process_is_moving_is_waited_for_but_not_for_ever(
     )
     assert holder.line() == "held"
     with pytest.raises(OSError, match="does not let go"):
-        raise_epoch(space, 1)
-    assert read_epoch(space) == 0
-    holder.kill()
-    assert raise_epoch(space, 1) == 0
+        raise_epoch(space, 2)
+    assert read_epoch(space) == 1
+    later = threading.Timer(0.3, holder.kill)
+    later.start()
+    assert open_bench().tier.epoch == 1
+    later.join()
+    assert raise_epoch(space, 2) == 1
 
 
 def test_a_child_that_is_forked_amid_it_keeps_no_lock(
@@ -304,7 +313,7 @@ async def test_an_epoch_that_cannot_be_raised_in_a_folder_is_not_told_there(
     assert disk_of(open_bench(one)).epoch == 0
 
 
-def _full(folder: Path, epoch: int) -> int:
+def _full(folder: Path, epoch: int, seconds: float | None = None) -> int:
     raise OSError(errno.ENOSPC, "no space")
 
 
@@ -374,7 +383,7 @@ async def test_a_path_whose_epoch_cannot_be_moved_is_not_cleared(
 ) -> None:
     bench = open_bench()
 
-    def refuse(folder: Path, epoch: int) -> int:
+    def refuse(folder: Path, epoch: int, seconds: float | None = None) -> int:
         raise OSError(30, "Read-only file system")
 
     with monkeypatch.context() as patch:

@@ -730,3 +730,15 @@ async def test_a_reader_of_a_removed_file_on_a_full_memory_file_system_lives(
     with pytest.raises(OSError, match="No space left"):
         backend.write(fd, [page], 0)
     backend.close(fd)
+    # So are those that somebody makes while it is mapped.
+    (place / "filler").unlink()
+    fd = backend.open(hole)
+    backend.write(fd, [page], 0)
+    os.truncate(hole, 4096)
+    os.truncate(hole, 2**16)
+    with open(place / "filler", "wb", buffering=0) as filler, contextlib.suppress(OSError):
+        while filler.write(bytes(4096)):
+            pass
+    with pytest.raises(OSError, match="No space left"):
+        backend.write(fd, [page], 0)
+    backend.close(fd)

@@ -280,11 +280,15 @@ def test_a_purge_that_cannot_write_has_failed(cache: Path, monkeypatch: pytest.M
     def failing(fd: int) -> None:
         raise OSError(errno.EIO, os.strerror(errno.EIO))
 
+    dropped: list[int] = []
     monkeypatch.setattr(os, "fdatasync", failing)
+    monkeypatch.setattr(os, "posix_fadvise", lambda *args: dropped.append(args[-1]))
     status, told = run("purge", "--all", cache)
     assert status == 2
     assert "FAILED" in told
     assert "Input/output error" in told
+    assert dropped, "else the next purge would read that it is erased, which the medium lacks"
+    assert set(dropped) == {os.POSIX_FADV_DONTNEED}
 
 
 @pytest.mark.parametrize("command_line", CHANGING)

@@ -61,11 +61,14 @@ def lost_epoch(folder: Path, newest: int, epoch: int) -> str:
     )
 
 
-def raise_epoch(folder: Path, epoch: int) -> int:
+def raise_epoch(folder: Path, epoch: int, seconds: float | None = None) -> int:
     """Make sure that the namespace's newest epoch is `epoch` at least; returns what it was before.
 
     The epoch is durable on return. Of several processes that raise it to the same value,
     only the first is told a lower one. May block.
+
+    Args:
+        seconds: how long to wait for another process that moves it; None: `LOCK_SECONDS`.
 
     Raises:
         OSError: if it cannot be written, or another process holds the lock.
@@ -81,7 +84,7 @@ def raise_epoch(folder: Path, epoch: int) -> int:
     # On NFS a lock that excludes others needs a descriptor that may write.
     lock = os.open(folder / namespace.FILE_NAME, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
     try:
-        _lock(lock)
+        _lock(lock, LOCK_SECONDS if seconds is None else seconds)
         standing = read_epoch(folder)
         if standing < epoch:
             _write(folder, epoch)
@@ -91,8 +94,8 @@ def raise_epoch(folder: Path, epoch: int) -> int:
         close_unlocked(lock)
 
 
-def _lock(fd: int) -> None:
-    end = time.monotonic() + LOCK_SECONDS
+def _lock(fd: int, seconds: float) -> None:
+    end = time.monotonic() + seconds
     while True:
         try:
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -142,7 +142,9 @@ class Lane:
         _owned.discard(self)
         if self._lock is not None:
             for fd in (self._lock, *self._folders):
-                os.close(fd)
+                # Some file systems tell only now what went wrong with writes before.
+                with contextlib.suppress(OSError):
+                    os.close(fd)
             self._lock = None
 
 

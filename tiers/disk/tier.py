@@ -49,6 +49,9 @@ KEYS_SECONDS = 10.0
 SEALED_SECONDS = 0.2
 """Seconds in which an extent is certainly sealed: hundreds of times what it takes."""
 
+OPENING_SECONDS = 30.0
+"""How long an opening waits for a neighbour that is amid a reset, on another path."""
+
 logger = logging.getLogger("kvstore.disk")
 
 
@@ -205,7 +208,7 @@ class DiskTier(Tier):
                     elsewhere=self._held,
                 )
                 self.volumes.append(volume)
-                failed = volume.raise_epoch(epoch) if epoch else 0
+                failed = volume.raise_epoch(epoch, seconds=OPENING_SECONDS) if epoch else 0
                 if isinstance(failed, str):
                     raise PathUnusableError(failed)
                 # Where no epoch was raised, too.

@@ -518,21 +518,24 @@ class Volume:
         except OSError as error:
             return f"{self.lane.folder.parent}: cannot be read: {error.strerror}"
 
-    def raise_epoch(self, epoch: int, *, giving: bool = False) -> int | str:
+    def raise_epoch(
+        self, epoch: int, *, giving: bool = False, seconds: float | None = None
+    ) -> int | str:
         """Raise the newest epoch here to `epoch` at least; what it was, or why not. May block.
 
         Args:
             giving: whether a segment may be given up for it where the disk is full.
+            seconds: how long to wait for another process that moves it; None: a moment.
         """
         folder = self.lane.folder.parent
         try:
             try:
-                before = raise_epoch(folder, epoch)
+                before = raise_epoch(folder, epoch, seconds)
             except FileNotFoundError:
                 # The file that says whose it is was removed, as one that is damaged has to be.
                 self.lane.check_place()
                 self._namespace.establish(folder.parent, self.trust)
-                before = raise_epoch(folder, epoch)
+                before = raise_epoch(folder, epoch, seconds)
             self.lane.tell_epoch(epoch)
             return before
         except KVStoreError as error:

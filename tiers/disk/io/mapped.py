@@ -71,15 +71,18 @@ class MappedIO(BufferedIO):
             held = self._maps[fd]
             if held is None:
                 return None
-            size = os.fstat(fd).st_size
+            found = os.fstat(fd)
+            size = found.st_size
             if size < least:
                 os.posix_fallocate(fd, 0, least)
                 size = least
+            # A hole for which there is no room any more would be a signal, too. Others may have
+            # made one since. ramfs counts no blocks.
+            if held[1] < size or 0 < 512 * found.st_blocks < size:
+                os.posix_fallocate(fd, 0, size)
             if held[1] < size:
                 if held[1] < 0 and not _descriptors_are_left():
                     return None
-                # A hole for which there is no room any more would be a signal, too.
-                os.posix_fallocate(fd, 0, size)
                 mapping = mmap.mmap(fd, size, prot=mmap.PROT_READ | mmap.PROT_WRITE)
                 held = self._maps[fd] = (np.frombuffer(mapping, np.uint8), size)
         return held[0]
