@@ -544,6 +544,13 @@ class Core(CoreSteps):
             for left, run in itertools.groupby(history, key=operator.itemgetter(1))
         ]
 
+    def tell_again(self) -> None:
+        """Let `take_events` tell of all that is there: who follows the events has forgotten it."""
+        chunks = self._pool.chunks.values()
+        self._pool.history.tell_again(chunk.key for chunk in chunks if chunk.state != FILLING)
+        for tier in self.tiers:
+            tier.index.history.tell_again(tier.entries)
+
     def stats(self) -> CoreStats:
         """Return a snapshot of counters and gauges."""
         pool, queue, loads, stores = self._pool, self._queue, self._loads, self._stores

@@ -196,6 +196,16 @@ class History:
         self._wanted = wanted
         self._untold = list(here) if wanted else []
 
+    def tell_again(self, here: Iterable[bytes]) -> None:
+        """Report all that is there once more, in portions: who takes it has forgotten it.
+
+        Args:
+            here: keys that are there, coldest first.
+        """
+        self._changes.clear()
+        self._gone.clear()
+        self.want(self._wanted, here)
+
     def came(self, keys: Iterable[bytes]) -> None:
         """Note that these chunks have appeared."""
         if self._wanted:

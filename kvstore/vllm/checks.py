@@ -6,6 +6,7 @@ import logging
 import math
 from typing import TYPE_CHECKING, Any
 
+from vllm import envs
 from vllm.v1.kv_cache_interface import (
     AttentionSpec,
     ChunkedLocalAttentionSpec,
@@ -118,6 +119,13 @@ def check_kv_cache(vllm_config: Any, kv_cache_config: Any) -> None:
     """
     if getattr(kv_cache_config, "hisparse_host_num_blocks", None) is not None:
         raise ConfigError("hisparse_config: vLLM's own offloading of blocks cannot be combined")
+    if envs.VLLM_DISABLE_REQUEST_ID_RANDOMIZATION:
+        logger.warning(
+            "VLLM_DISABLE_REQUEST_ID_RANDOMIZATION is set: if a client uses the id of a request "
+            "again that it has just aborted, the connector's part in vLLM ends the engine with a "
+            "KeyError. Leave it out, unless another connector needs it",
+            extra=about("server.ids_repeat"),
+        )
     cache = vllm_config.cache_config
     if _recurrent(kv_cache_config) and not cache.enable_prefix_caching:
         raise ConfigError(

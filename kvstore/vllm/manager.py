@@ -407,6 +407,8 @@ class KVStoreOffloadingManager(OffloadingManager):
                     extra=about("weights.changed"),
                 )
         elif self._kept:
+            # vLLM has told those that follow its events that nothing is left.
+            self._core.tell_again()
             logger.info(
                 "the weights are those from before the pause: all that is kept is used",
                 extra=about("weights.same"),

@@ -58,6 +58,24 @@ def test_nothing_leaves_that_was_not_told_and_what_has_left_is_not_told_any_more
     assert known == {"disk": set(), "host": set()}
 
 
+def test_all_that_is_there_is_told_again_to_who_has_forgotten_it() -> None:
+    keys = chain("old", PORTION + 8)
+    rig = Rig(rows=8, on=[keys], segment_slots=len(keys))
+    rig.store(chain("first", 8))
+    known: dict[str, set[bytes]] = {}
+    for _ in range(3):
+        follow(rig, known)
+    rig.store(chain("new", 3))
+    rig.core.tell_again()
+    known.clear()
+    follow(rig, known)
+    assert known["host"] == {*rig.core.chunks}
+    rig.store(chain("newer", 4))
+    for _ in range(3):
+        follow(rig, known)
+    assert known == {"disk": {*rig.core.tiers[0].entries}, "host": {*rig.core.chunks}}
+
+
 def test_a_reset_before_all_is_told_tells_the_end_of_what_was_told() -> None:
     keys = chain("old", 2 * PORTION)
     rig = Rig(rows=8, on=[keys], segment_slots=len(keys))

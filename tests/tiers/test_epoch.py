@@ -143,7 +143,7 @@ def test_an_epoch_that_another_process_is_moving_is_waited_for_but_not_for_ever(
     assert read_epoch(space) == 1
     later = threading.Timer(0.3, holder.kill)
     later.start()
-    assert open_bench().tier.epoch == 1
+    assert disk_of(open_bench()).epoch == 1
     later.join()
     assert raise_epoch(space, 2) == 1
 

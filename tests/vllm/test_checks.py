@@ -156,6 +156,16 @@ def test_without_prefix_caching_there_are_no_states_to_offload() -> None:
     check_kv_cache(engine(False), kv_cache_config())
 
 
+def test_ids_that_may_come_again_are_warned_of(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    engine = SimpleNamespace(cache_config=SimpleNamespace(enable_prefix_caching=True))
+    for value in ("0", "1"):
+        monkeypatch.setenv("VLLM_DISABLE_REQUEST_ID_RANDOMIZATION", value)
+        check_kv_cache(engine, kv_cache_config())
+        assert ("VLLM_DISABLE_REQUEST_ID_RANDOMIZATION" in caplog.text) is (value == "1")
+
+
 def test_blocks_that_vllm_keeps_in_host_memory_itself_are_refused() -> None:
     config = kv_cache_config()
     config.hisparse_host_num_blocks = 7

@@ -147,6 +147,23 @@ def test_a_disk_that_was_closed_keeps_what_it_has_over_later_resets(tmp_path: Pa
     engine.server.close()
 
 
+def test_what_is_kept_over_a_pause_is_told_again_to_who_follows_the_events(tmp_path: Path) -> None:
+    """vLLM tells them that all blocks are cleared."""
+    engine = Engine(tmp_path / "cache")
+    engine.compute(KEYS)
+    first = [event for event in engine.manager.take_events() if not event.removed]
+    mediums = {event.medium for event in first}
+    assert len(mediums) == 2
+    pause(engine.manager)
+    assert engine.served(KEYS) == [FIRST] * 4
+    again = [event for event in engine.manager.take_events() if not event.removed]
+    for medium in mediums:
+        told = [{key for event in its if event.medium == medium for key in event.keys}
+                for its in (first, again)]  # fmt: skip
+        assert told == [{*KEYS}, {*KEYS}]
+    engine.server.close()
+
+
 def test_after_a_reset_with_the_same_weights_the_disk_is_used(tmp_path: Path) -> None:
     engine = Engine(tmp_path / "cache")
     engine.compute(KEYS)
