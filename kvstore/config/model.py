@@ -87,7 +87,8 @@ class DiskConfig:
             capacity of a path where that is less.
         io: I/O backend: auto, aio, direct, mmap, buffered or portable; see operators.md.
         io_threads: threads that do I/O, for each path; one of them only loads.
-        lane: lane to write to; by default the largest free one that fits the capacity.
+        lane: lane to write to; by default the largest free one that fits the capacity, else a
+            larger free one, which is trimmed, else a new one.
         share: whether the lanes of other processes on the same path are also read.
         share_after_reset: whether processes that have all been reset share again. Only for
             replicas that are all reset exactly once for each change of weights; see operators.md.
