@@ -578,6 +578,8 @@ class Store:
         # The caller may change its list while this waits.
         self._driver.check()
         keys, request = check_keys(keys), check_request(request)
+        if keys and request is None:
+            self._prompts.forget_lapsed(keys, time.monotonic())
         prompt, answer = self._look_up(keys, request)
         while answer is None:
             assert prompt is not None

@@ -25,7 +25,6 @@ from __future__ import annotations
 
 import enum
 import itertools
-import math
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
@@ -149,13 +148,19 @@ class Prompts:
         if request is not None:
             return self._named(request, keys, now)
         prompt = self._asked.get(place := (len(keys), keys[-1]))
-        if prompt is not None and self._is_over(prompt, keys, now, late=ANEW_SECONDS):
+        if prompt is not None and self._is_over(prompt, keys, now, polls=True):
             self.end(prompt)
             prompt = None
         if prompt is None:
             prompt = self._asked[place] = self._begin(keys, now)
         self._heard(prompt, now)
         return prompt
+
+    def forget_lapsed(self, keys: Sequence[bytes], now: float) -> None:
+        """End an unnamed lookup of `keys` whose chunks nobody has got, if they have left."""
+        prompt = self._asked.get((len(keys), keys[-1]))
+        if prompt is not None and self._is_over(prompt, keys, now, polls=False):
+            self.end(prompt)
 
     def told(self, prompt: Prompt, answer: int | None) -> None:
         """Note that a lookup was answered, or deferred: its caller may not come back for it."""
@@ -169,7 +174,7 @@ class Prompts:
         if request is not None:
             return self._named(request, keys, now)
         prompt = self._asked.get((len(keys), keys[-1])) or self._answered(keys)
-        if prompt is not None and self._is_over(prompt, keys, now, late=math.inf):
+        if prompt is not None and self._is_over(prompt, keys, now, polls=False):
             self.end(prompt)
             prompt = None
         if prompt is None:
@@ -303,24 +308,25 @@ class Prompts:
 
     # -- inside ------------------------------------------------------------------------
 
-    def _is_over(self, prompt: Prompt, keys: Sequence[bytes], now: float, *, late: float) -> bool:
-        """Whether an unnamed lookup that was answered has to begin anew, to get what it lacks.
+    def _is_over(self, prompt: Prompt, keys: Sequence[bytes], now: float, *, polls: bool) -> bool:
+        """Whether an unnamed lookup that has waited has to begin anew, to get a chunk it lacks.
 
-        That may be a chunk that has left since, or one that its answer lacked `late` seconds after
-        it began.
+        Args:
+            polls: whether the call comes again and again, and has to get an answer in the end.
         """
         if prompt.busy or self._core.is_waiting(prompt.id):
             return False
-        chunks = self._core.chunks
+        chunks, told = self._core.chunks, prompt.told
         lacking = next((n for n, key in enumerate(keys) if key not in chunks), len(keys))
         if lacking == len(keys):
             return False
-        if prompt.id in self._leasing and now - prompt.used < self._lease:
-            if prompt.told is None:
-                return False
-            if lacking >= prompt.told and now - prompt.since < late:
-                return False
-        return self._core.may_come(keys[lacking])
+        if told is None:
+            lapsed = prompt.id not in self._leasing or now - prompt.used >= self._lease
+            over = lapsed and not polls
+        else:
+            # What was found has left since, or more may be there by now.
+            over = lacking < told or (polls and now - prompt.since >= ANEW_SECONDS)
+        return over and self._core.may_come(keys[lacking])
 
     def _named(self, request: str, keys: Sequence[bytes], now: float) -> Prompt:
         prompt = self._open.get(request)

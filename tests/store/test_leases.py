@@ -97,8 +97,18 @@ async def test_a_lookup_that_is_not_repeated_is_in_nobodys_way(
         assert store.stats().lapses == 1
 
 
-@pytest.mark.parametrize("call", ["get", "get_into", "resolve", "lookup"])
-@pytest.mark.parametrize("answered", [True, False])
+@pytest.mark.parametrize(
+    ("call", "answered"),
+    [
+        *(
+            (call, answered)
+            for call in ("get", "get_into", "resolve")
+            for answered in (True, False)
+        ),
+        # Who polls for its answer, and is slow, gets what is there by then.
+        ("lookup", True),
+    ],
+)
 async def test_what_others_displaced_before_it_was_got_is_fetched_anew(
     open_store: Open, call: str, answered: bool
 ) -> None:
@@ -121,6 +131,15 @@ async def test_what_others_displaced_before_it_was_got_is_fetched_anew(
             case _:
                 assert await polled(store, forgotten) == 4
         assert await contents(store, forgotten) == payloads(forgotten)
+
+
+async def test_who_waits_gets_what_fits_however_long_that_took(
+    open_store: Open, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(unnamed_requests, "ANEW_SECONDS", 0.0)
+    await on_disk(open_store, PROMPT)
+    async with open_store(rows=4, disk=256) as store:
+        assert await asyncio.wait_for(store.resolve(PROMPT), PATIENCE) == 4
 
 
 async def test_many_lookups_whose_answers_nobody_awaits_are_in_nobodys_way(
