@@ -389,7 +389,7 @@ class CoreSteps:
     @property
     def wants_room(self) -> bool:
         """Whether a step could use rows that have become free, or make more of them free."""
-        if self.behind or self.hidden or self._arrivals or self.prefetching or self._demotions:
+        if self.behind or self.removing or self._arrivals or self.prefetching or self._demotions:
             return True
         if self._settings.under_way:
             return True
@@ -409,6 +409,11 @@ class CoreSteps:
     def waiting(self) -> int:
         """Requests that are deferred."""
         return len(self._queue.waiting)
+
+    @property
+    def removing(self) -> bool:
+        """Whether chunks are still to be removed; those that are in use are, too."""
+        return bool(self.hidden)
 
     @property
     def clearing(self) -> bool:

@@ -327,6 +327,11 @@ class EngineThread:
         if not self._closed:
             self._loop.call_soon_threadsafe(call, what)
 
+    @property
+    def ended(self) -> bool:
+        """Whether there are completions that were not taken yet."""
+        return self._engine.ended
+
     def take(self) -> list[Completion]:
         """Take the completions that were not taken yet."""
         self._arrived.clear()

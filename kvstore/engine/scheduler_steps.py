@@ -204,12 +204,16 @@ class Stepper:
         # Clearing that fails meanwhile is tried once more.
         for _ in range(2):
             self.core.save()
-            while (self.core.unsaved or self.core.clearing) and time.monotonic() < end:
+            while self._is_unsaved() and time.monotonic() < end:
                 self.begin()
                 self.hand_over()
                 if not self.core.behind:
                     self.engine.wait(0.01)
         warn_of_uncleared(self.core.uncleared)
+
+    def _is_unsaved(self) -> bool:
+        """Whether something is still to be copied to tiers, or to be erased on them."""
+        return bool(self.core.unsaved) or self.core.clearing or self.core.removing
 
     def _poll(self, now: float) -> None:
         self.core.poll(now, self.engine.take())
@@ -229,6 +233,8 @@ class Stepper:
         """Whether the server is at work, or will be if there is something to do."""
         core = self.core
         at_work = core.needs_steps or core.prefetching or core.unsaved or core.unrecorded
+        # Chunks may have to leave host memory, as their keys were forgotten.
+        at_work = at_work or core.behind or core.removing or self.engine.ended
         if self._steady and not at_work:
             return True
         if self.begun:

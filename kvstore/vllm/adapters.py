@@ -7,6 +7,9 @@ they do or cannot be read, or vLLM is made to read them again (`load_inplace`), 
 which weights a request is computed with: the adapter is in doubt, and its chunks are neither
 looked up nor stored any more.
 
+A request may wait in vLLM's queue before its adapter is read, also again, if vLLM has given it up.
+So its files are looked at once more at its end, and what it has stored is removed if they changed.
+
 A request tells that it makes vLLM read them again. A client who has the server do so, while other
 requests of the adapter are computed, reaches no connector: so the executor's call is watched.
 
@@ -17,12 +20,13 @@ from __future__ import annotations
 
 import functools
 import logging
+import math
 import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Collection
-from concurrent.futures import Future
-from dataclasses import dataclass
+from concurrent.futures import Future, wait
+from dataclasses import dataclass, field
 from hashlib import blake2b
 from typing import TYPE_CHECKING, Any
 
@@ -46,6 +50,9 @@ __all__ = ["AdapterKeys", "Adapters", "Take", "Use"]
 
 logger = logging.getLogger("kvstore")
 
+LAST_SECONDS = 2.0
+"""How long the end of an engine waits for files of adapters."""
+
 Take = Callable[[str, Fingerprint | None], "Future[Fingerprint]"]
 """Begins to take the fingerprint of the adapter in a path, given an earlier one."""
 
@@ -67,6 +74,8 @@ class Use:
         adapter: what is known of its adapter; None where vLLM does not say which it is.
         waiting: its weights are not known yet.
         salt: of its keys, once its weights are known; what is under way keeps it.
+        stored: keys, as vLLM names them, of chunks that it has stored.
+        forget: removes these.
     """
 
     request: str
@@ -76,6 +85,8 @@ class Use:
     waiting: bool = False
     salt: bytes = b""
     taken: Future[Fingerprint] | None = None
+    stored: list[OffloadKey] = field(default_factory=list)
+    forget: Callable[[], object] | None = None
 
     @property
     def doubtful(self) -> bool:
@@ -105,6 +116,7 @@ class Adapters:
         self._patience = patience
         self._adapters: dict[int, _Adapter] = {}
         self._arrivals: deque[Use] = deque()
+        self._leaving: deque[Use] = deque()
         self._told: set[str] = set()
 
     def arrive(self, request: str, adapter: int, path: str, inplace: bool, now: float) -> Use:
@@ -125,6 +137,22 @@ class Adapters:
             self._adapters[adapter].doubtful = True
             self._tell(f"adapter {path}: was loaded in place")
 
+    def leave(self, use: Use, forget: Callable[[], object], now: float) -> None:
+        """A request has ended; `forget`, which removes what it has stored, is called in doubt."""
+        if not use.stored:
+            return
+        use.forget = forget
+        if use.adapter is None or use.doubtful:
+            forget()
+        else:
+            use.taken, use.arrived = self._take(use.path, use.adapter.loaded), now
+            self._leaving.append(use)
+
+    @property
+    def leaving(self) -> list[Future[Fingerprint]]:
+        """The looks on which it depends whether what ended requests have stored may stay."""
+        return [use.taken for use in self._leaving if use.taken is not None]
+
     def unknown(self, request: str) -> Use:
         """Begin a request whose adapter is not known."""
         self._tell("vLLM does not say which adapter a request uses")
@@ -132,13 +160,16 @@ class Adapters:
 
     def settle(self, now: float) -> None:
         """Take note of fingerprints that are there."""
-        while self._arrivals:
-            use = self._arrivals[0]
-            assert use.taken is not None
-            if not use.taken.done() and now - use.arrived < self._patience:
-                break
-            self._arrivals.popleft()
-            self._learn(use)
+        for uses in (self._arrivals, self._leaving):
+            while uses:
+                use = uses[0]
+                assert use.taken is not None
+                if not use.taken.done() and now - use.arrived < self._patience:
+                    break
+                uses.popleft()
+                self._learn(use)
+                if use.doubtful and use.forget is not None:
+                    use.forget()
 
     def _learn(self, use: Use) -> None:
         taken, known = use.taken, use.adapter
@@ -217,6 +248,17 @@ class AdapterKeys:
             self.settle()
         return use
 
+    def ended(self, req_context: ReqContext, forget: Callable[[list[OffloadKey]], object]) -> None:
+        """Note that a request has ended; `forget` is given the keys of what is to be removed."""
+        use: Use | None = req_context.get_state(Use)
+        if use is not None:
+            self._adapters.leave(use, lambda: forget(use.stored), time.monotonic())
+
+    @property
+    def settled(self) -> bool:
+        """Whether nothing is to be removed because of fingerprints that are still taken."""
+        return not self._adapters.leaving
+
     def settle(self) -> None:
         """Take note of fingerprints that are there."""
         self._adapters.settle(time.monotonic())
@@ -229,7 +271,9 @@ class AdapterKeys:
         return [keep_position(req_context, key, OffloadKey(use.key(key))) for key in keys]
 
     def close(self) -> None:
-        """No fingerprint is wanted any more."""
+        """Wait a moment for the last looks: no fingerprint is wanted any more."""
+        wait(self._adapters.leaving, LAST_SECONDS)
+        self._adapters.settle(math.inf)
         _watching.discard(self._adapters)
 
     def _take(self, path: str, known: Fingerprint | None) -> Future[Fingerprint]:

@@ -10,6 +10,7 @@ from vllm.v1.kv_offload.base import (
     PrepareStoreOutput,
     ReqContext,
     RequestOffloadingContext,
+    ScheduleEndContext,
 )
 from vllm.v1.kv_offload.cpu.common import CPULoadStoreSpec
 
@@ -27,6 +28,8 @@ class LoRAOffloadingManager(KVStoreOffloadingManager):
     def __init__(self, spec: EngineShape, settings: str) -> None:
         super().__init__(spec)
         self._adapters = AdapterKeys(settings, spec.store_config.deadline_s)
+        self._storing: dict[str, ReqContext] = {}
+        """Requests that have stored something, until they end."""
 
     def on_new_request(self, req_context: ReqContext) -> RequestOffloadingContext:
         self._adapters.arrived(req_context, self._spec.engine)
@@ -62,8 +65,33 @@ class LoRAOffloadingManager(KVStoreOffloadingManager):
         out = super().prepare_store(ours, req_context)
         if out is not None:
             out.keys_to_store = [theirs[key] for key in out.keys_to_store]
+            use.stored += out.keys_to_store
+            self._storing[use.request] = req_context
         return out
 
+    def on_request_finished(self, req_context: ReqContext) -> None:
+        super().on_request_finished(req_context)
+        self._ended(req_context)
+
+    def on_schedule_end(self, context: ScheduleEndContext) -> None:
+        self._adapters.settle()
+        super().on_schedule_end(context)
+
+    def has_pending_work(self) -> bool:
+        return not self._adapters.settled or super().has_pending_work()
+
     def shutdown(self) -> None:
+        for req_context in [*self._storing.values()]:
+            self._ended(req_context)
         self._adapters.close()
         super().shutdown()
+
+    def _ended(self, req_context: ReqContext) -> None:
+        """What a request has stored stays, or does not: see `Adapters.leave`."""
+
+        def forget(keys: list[OffloadKey]) -> None:
+            self._begin_step()
+            self._core.remove(self._own_keys(keys, req_context))
+
+        if self._storing.pop(req_context.req_id, None) is not None:
+            self._adapters.ended(req_context, forget)

@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import threading
 import time
 from concurrent.futures import Future
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, precondition, rule
 from vllm.lora.request import LoRARequest
 from vllm.v1.executor.abstract import Executor
-from vllm.v1.kv_offload.base import ReqContext
+from vllm.v1.kv_offload.base import OffloadKey, ReqContext
 
 from kvstore.vllm import adapters
 from kvstore.vllm.adapters import AdapterKeys, Adapters, Use
@@ -26,6 +28,8 @@ from kvstore.vllm.identity.fingerprint import (
     adapter_files,
 )
 from tests.patience import PATIENCE, until
+from tests.vllm.parts import engine_like
+from tests.vllm.test_manager import Server, keys_of
 
 KEY = bytes(range(32)) + b"\0\0\0\1"
 
@@ -287,6 +291,94 @@ def test_a_finished_request_keeps_its_keys_for_what_is_under_way(rig: Rig) -> No
     rig.disk.write("a", "second")
     rig.arrive()
     assert use.key(KEY) == key
+
+
+@pytest.mark.parametrize("then", ["same", "others", "gone", "silent"])
+def test_what_a_request_stored_goes_if_its_files_were_others_when_it_was_computed(
+    rig: Rig, then: str
+) -> None:
+    """It waits in vLLM's queue, and vLLM reads the files when it is computed."""
+    use, idle = rig.arrive(), rig.arrive()
+    match then:
+        case "others":
+            rig.disk.write("a", "second")
+        case "gone":
+            del rig.disk.content["a"]
+        case "silent":
+            rig.disk.at_once = False
+    use.stored.append(OffloadKey(KEY))
+    removed: list[str] = []
+    for name, each in (("stored", use), ("idle", idle)):
+        rig.adapters.leave(each, functools.partial(removed.append, name), rig.now)
+    assert rig.adapters.leaving
+    for rig.now in (1.0, 2.0):
+        rig.adapters.settle(rig.now)
+        assert bool(rig.adapters.leaving) is (then == "silent" and rig.now < 2.0)
+    assert removed == ([] if then == "same" else ["stored"])
+    assert clean(use) is clean(rig.arrive()) is (then == "same")
+
+
+def test_what_a_request_stored_goes_if_its_adapter_came_into_doubt_meanwhile(rig: Rig) -> None:
+    use = rig.arrive()
+    use.stored.append(OffloadKey(KEY))
+    rig.disk.write("a", "second")
+    assert rig.arrive().doubtful
+    removed: list[bool] = []
+    rig.adapters.leave(use, lambda: removed.append(True), rig.now)
+    assert removed
+    assert not rig.adapters.leaving
+
+
+@pytest.mark.parametrize("tenants", [{}, {"tenants": {}}])
+@pytest.mark.parametrize("ends", ["step", "shutdown"])
+def test_what_was_stored_before_its_files_changed_is_found_by_nobody(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ends: str, tenants: dict[str, Any]
+) -> None:
+    """Also where the request has not ended when the engine is told to."""
+    from vllm.config import LoRAConfig
+
+    monkeypatch.setattr(
+        "kvstore.vllm.identity.identity.engine_identity", lambda engine, **more: {"weights": "w"}
+    )
+    adapter = tmp_path / "adapter"
+    adapter.mkdir()
+    (adapter / "adapter_config.json").write_text("{}")
+    keys = keys_of("prompt", 4)
+
+    def serve(*, changed: bool = False) -> int:
+        """How many chunks are found; those that are not are stored."""
+        (adapter / "adapter_model.safetensors").write_bytes(b"first")
+        engine = engine_like(lora=LoRAConfig(max_lora_rank=8))
+        more = {"automatic_identity": True, "identity": {}, **tenants}
+        server = Server(tmp_path / "cache", rows=16, engine=engine, **more)
+        lora = LoRARequest("mine", 1, str(adapter))
+        engine.request = SimpleNamespace(request_id="r", lora_request=lora, cache_salt=None)
+        context = ReqContext("r")
+        server.manager.on_new_request(context)
+        engine.request = None
+        found: list[int | None] = []
+
+        def is_found() -> bool:
+            found.append(server.scan(context, keys))
+            server.step()
+            return found[-1] is not None
+
+        until(is_found)
+        out = server.manager.prepare_store(keys, context)
+        assert out is not None
+        assert len(out.keys_to_store) == 4 - (found[-1] or 0)
+        server.manager.complete_store(set(out.keys_to_store), context)
+        server.settle()
+        if changed:
+            (adapter / "adapter_model.safetensors").write_bytes(b"second")
+        if ends == "step":
+            server.manager.on_request_finished(context)
+            server.step()
+            server.settle()
+        server.close()
+        return found[-1] or 0
+
+    assert [serve(changed=True), serve(), serve()] == [0, 0, 4]
 
 
 class Reloads(RuleBasedStateMachine):

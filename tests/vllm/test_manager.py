@@ -12,8 +12,9 @@ import pytest
 
 pytest.importorskip("vllm")
 
+import kvstore
 from kvstore.vllm.version import HAS_POSITIONS, mediums
-from tests.patience import PATIENCE
+from tests.patience import PATIENCE, until
 from tests.vllm.parts import make_spec
 
 BLOCK = 4096
@@ -246,6 +247,34 @@ def test_compaction_goes_on_while_nothing_is_asked_of_the_server(tmp_path: Path)
         assert not server.manager.has_pending_work(), "a server that is idle shall rest"
         time.sleep(0.02)
     assert [server.load(f"r{key!r}", [key]) for key in kept] == [[key] for key in kept]
+    server.close()
+
+
+def test_an_idle_server_forgets_whose_keys_are_forgotten(tmp_path: Path) -> None:
+    from kvstore.tools.cli import main
+
+    keys_file = tmp_path / "keys.toml"
+    assert all(main(["keys", str(keys_file), "--add", name]) == 0 for name in ("alice", "bob"))
+    theirs = {name: kvstore.tenant_keys(name, keys_of(name, 4)) for name in ("alice", "bob")}
+    # As vLLM's keys with a tenant's name.
+    server = Server(tmp_path / "cache", rows=64, tenants={}, encryption_keys=str(keys_file))
+    for name in theirs:
+        request = server.context(name, kv_transfer_params={"kvstore": {"tenant": name}})
+        server.manager.on_new_request(request)
+        server.step()
+        plain = keys_of(name, 4)
+        out = server.manager.prepare_store(plain, request)
+        assert out is not None
+        server.manager.complete_store(set(out.keys_to_store), request)
+        server.manager.on_request_finished(request)
+    server.settle()
+    core = server.manager._core
+    assert {*core.chunks} == {*theirs["alice"], *theirs["bob"]}
+    assert main(["keys", str(keys_file), "--forget", "alice"]) == 0
+    # Nothing is asked of the server any more.
+    until(lambda: {*core.chunks} == {*theirs["bob"]})
+    until(lambda: not core.hidden)
+    assert {*core.tiers[0].entries} == {*theirs["bob"]}
     server.close()
 
 

@@ -269,7 +269,8 @@ SIMULATED = {*FD_CALLS, *PATH_CALLS, "getpid", "replace", "remove"}
 HARMLESS = {
     "close", "cpu_count", "fchown", "fsdecode", "fspath", "geteuid", "getegid", "getuid", "path",
     "strerror", "sysconf", "register_at_fork", "environ", "PathLike", "stat_result", "access",
-    "setpriority", "PRIO_PROCESS", "open_folder", "fsencode", "getxattr",
+    "setpriority", "PRIO_PROCESS", "open_folder", "fsencode", "getxattr", "posix_fadvise",
+    "POSIX_FADV_DONTNEED",
 }  # fmt: skip
 """Calls that ask nothing of a file system that could go wrong."""
 
