@@ -125,8 +125,8 @@ class Tier(ABC):
         """
 
     @abstractmethod
-    async def clear(self) -> list[int] | None:
-        """Forget all chunks, durably; return the segments that are now empty, None on failure."""
+    async def clear(self) -> list[int] | str:
+        """Forget all chunks, durably; return the segments that are now empty, or why it failed."""
 
     async def erase(self, keys: Sequence[bytes]) -> str | None:
         """Erase chunks in all slots, so that the next `open` does not report them.

@@ -292,8 +292,8 @@ class Engine:
             told = await (tier.note_uses(move.keys, move.slots) if notes else tier.erase(move.keys))
             return Completion(move.id, [told is None] * len(move.keys), error=told)
         emptied = await tier.clear()
-        if emptied is None:
-            return Completion(move.id, [], error="could not be cleared")
+        if not isinstance(emptied, list):
+            return Completion(move.id, [], error=f"could not be cleared: {emptied}")
         return Completion(move.id, [], emptied)
 
 

@@ -55,7 +55,7 @@ class GatedTier(Tier):
         await self._pass("grow")
         return 1, None
 
-    async def clear(self) -> list[int] | None:
+    async def clear(self) -> list[int] | str:
         await self._pass("clear")
         return [0]
 

@@ -218,7 +218,7 @@ class PeerLanes(Tier):
 
     # -- following -----------------------------------------------------------------------
 
-    async def clear(self) -> list[int] | None:
+    async def clear(self) -> list[int] | str:
         """Forget what others hold, but for what is of the epoch that the own lane has moved to.
 
         The caller clears the own tier first.

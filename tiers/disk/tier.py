@@ -520,10 +520,10 @@ class DiskTier(Tier):
         # Displaced copies may lie anywhere, on any path.
         return await self._on_each([partial(each.erase_keys, keys) for each in self.volumes])
 
-    async def clear(self) -> list[int] | None:
+    async def clear(self) -> list[int] | str:
         epoch = await self._next_epoch()
-        if epoch is None:
-            return None
+        if isinstance(epoch, str):
+            return epoch
         # The records stay, but are not valid in the new epoch.
         for volume in self.volumes:
             volume.enter_epoch(epoch)
@@ -533,14 +533,14 @@ class DiskTier(Tier):
             for number in volume.segments
         )
 
-    async def _next_epoch(self) -> int | None:
-        """Move the namespace to a newer epoch, which is this process's alone.
+    async def _next_epoch(self) -> int | str:
+        """Move the namespace to a newer epoch, which is this process's alone; or why it cannot.
 
         With `share_after_reset` it is that of the peers that were reset before.
         """
         highest = await self._highest([volume.newest_epoch for volume in self.volumes])
-        if highest is None:
-            return None
+        if isinstance(highest, str):
+            return highest
         joins = self._share_after_reset and highest > self.epoch
         wanted = highest if joins else max(highest, self.epoch) + 1
         while True:
@@ -548,25 +548,22 @@ class DiskTier(Tier):
                 # Nothing that is there is found any more in any case.
                 [partial(volume.raise_epoch, wanted, giving=True) for volume in self.volumes]
             )
-            if before is None or before < wanted:
-                return None if before is None else wanted
+            if isinstance(before, str):
+                return before
+            if before < wanted:
+                return wanted
             if self._share_after_reset and before == wanted:
                 return wanted
             # Another process was faster.
             wanted = before if self._share_after_reset else before + 1
 
-    async def _highest(self, calls: Sequence[Callable[[], int | str]]) -> int | None:
-        """The highest answer of the volumes, None if one of them has none."""
+    async def _highest(self, calls: Sequence[Callable[[], int | str]]) -> int | str:
+        """The highest answer of the volumes, or why one of them has none."""
         answers: list[int] = []
         for volume, call in zip(self.volumes, calls, strict=True):
             answer = await volume.threads.run(call)
             if isinstance(answer, str):
-                logger.warning(
-                    "disk tier: cannot be cleared: %s",
-                    answer,
-                    extra=about("disk.not_cleared", error=answer),
-                )
-                return None
+                return answer
             answers.append(answer)
         return max(answers)
 

@@ -219,7 +219,7 @@ class StoreTier(Tier):
     async def grow(self) -> tuple[int | None, str | None]:
         return None, "a store has no segments"
 
-    async def clear(self) -> list[int] | None:
+    async def clear(self) -> list[int] | str:
         left = self._sweeper.epoch
         # Random, so that two processes never choose the same epoch.
         self._begin_epoch(secrets.token_hex(8))
