@@ -127,6 +127,12 @@ class Removals:
                 self._places[key] = None
         self.behind = moved > 0 and len(self._places) > len(tries) - moved
 
+    @property
+    def erasing(self) -> bool:
+        """Whether records are still to be erased, on tiers that do not wait to be cleared."""
+        able = {target.number for target in self._targets if not target.clearing}
+        return any(hidden.recorded & able for hidden in self.hidden.values())
+
     def due(self) -> list[Move]:
         """Return the erasures that are due, without numbers: one of each tier at a time."""
         moves: list[Move] = []

@@ -416,6 +416,11 @@ class CoreSteps:
         return bool(self.hidden)
 
     @property
+    def erasing(self) -> bool:
+        """Whether records of chunks that are being removed are still to be erased."""
+        return self._removals.erasing
+
+    @property
     def clearing(self) -> bool:
         """Whether a tier is still to be cleared after a reset, and clearing has not failed."""
         return self._transfers.clearing

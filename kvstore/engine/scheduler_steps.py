@@ -213,7 +213,7 @@ class Stepper:
 
     def _is_unsaved(self) -> bool:
         """Whether something is still to be copied to tiers, or to be erased on them."""
-        return bool(self.core.unsaved) or self.core.clearing or self.core.removing
+        return bool(self.core.unsaved) or self.core.clearing or self.core.erasing
 
     def _poll(self, now: float) -> None:
         self.core.poll(now, self.engine.take())

@@ -278,6 +278,28 @@ def test_an_idle_server_forgets_whose_keys_are_forgotten(tmp_path: Path) -> None
     server.close()
 
 
+def test_the_end_waits_for_records_to_be_erased_but_not_for_rows_in_use(tmp_path: Path) -> None:
+    place = tmp_path / "cache"
+    server = Server(place, rows=64, shutdown_timeout_s=10 * PATIENCE)
+    keys = keys_of("prompt", 4)
+    server.store("writer", keys)
+    server.settle()
+    request = server.context("reader")
+    server.manager.on_new_request(request)
+    assert server.scan(request, keys) == 4
+    server.manager.prepare_load(keys, request)
+    core = server.manager._core
+    core.remove(keys)
+    begun = time.monotonic()
+    server.close()
+    # The rows that are being loaded are left behind with the server.
+    assert core.hidden
+    assert time.monotonic() - begun < PATIENCE
+    again = Server(place, rows=64)
+    assert again.load("again", keys) == []
+    again.close()
+
+
 def test_compaction_of_an_idle_server_keeps_out_of_its_steps(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
