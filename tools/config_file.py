@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from kvstore.config import Config, read_environment, read_toml
-from kvstore.connector.spec import ENGINE_KEYS, FLAG_KEYS, VLLM_KEYS, flag_of
+from kvstore.connector.spec import ENGINE_KEYS, VLLM_KEYS, check_vllm_values
 from kvstore.errors import NOT_PARSED, ConfigError
 
 __all__ = ["read_config"]
@@ -73,8 +73,7 @@ def read_config(file: Path | None) -> tuple[Mapping[str, Any], Config]:
     if "kv_connector" in given and (taken := ENGINE_KEYS & values.keys()):
         key = min(taken)
         raise ConfigError(f"{file}: unknown key {key} = {values[key]!r}: vLLM decides it")
-    for key in FLAG_KEYS:
-        flag_of(values, key)
+    check_vllm_values(values)
     config = Config.from_mapping(values, ignore=VLLM_KEYS)
     if through is not None and (needs := _not_told(through["kv_connector"], values, config)):
         raise ConfigError(f"{file}: {needs}")

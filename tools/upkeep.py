@@ -122,7 +122,7 @@ def run_gc(options: argparse.Namespace) -> int:
         each
         for each, _ in found
         if each not in kept and each not in old and each not in unread
-        if _file_bytes(each) or (each.lanes and each.faults)
+        if _file_bytes(each) or (each.faults and (each.lanes or each.links))
     ]
     left = {
         each.name: str(each.lost or each.faults[0]) if each.faults else "holds no file of a lane"

@@ -235,7 +235,7 @@ def identity(value: Mapping[str, Any]) -> Mapping[str, Any]:
 
 def keys_source(value: str) -> str:
     """Return where the keys of an encryption are."""
-    if not isinstance(value, (str, os.PathLike)) or not os.fspath(value):
+    if not isinstance(value, (str, os.PathLike)) or os.fspath(value) in ("", "env:"):
         raise ValueError("must be the path of a file, env:NAME, or module:function")
     return os.fspath(value)
 

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
     from kvstore.device import Pages
 
-__all__ = ["FLAG_KEYS", "Handlers", "KVStoreSpec", "OffloadingSpec", "flag_of"]
+__all__ = ["Handlers", "KVStoreSpec", "OffloadingSpec", "check_vllm_values", "flag_of"]
 
 Handlers = Iterator[tuple[type[LoadStoreSpec], type[LoadStoreSpec], OffloadingHandler]]
 """The kind of source, the kind of target, and the handler that copies between them."""
@@ -59,6 +59,9 @@ FLAG_KEYS = (
 )
 """Of all these those that are true or false. vLLM takes "false" for true."""
 
+SIZE_KEYS = ("block_size", "blocks_per_chunk")
+"""Those that say how large a chunk is."""
+
 ENGINE_KEYS = frozenset({"chunk_bytes", "keep_events"})
 """Keys of `kvstore.config` that vLLM knows better."""
 
@@ -76,6 +79,24 @@ def flag_of(values: Mapping[str, Any], key: str, default: bool = False) -> bool:
     if not isinstance(value, bool):
         raise ConfigError(f"{key} = {value!r}: must be true or false")
     return value
+
+
+def check_vllm_values(values: Mapping[str, Any]) -> None:
+    """Check the values of `VLLM_KEYS`.
+
+    Raises:
+        ConfigError: for one that vLLM takes for something else or refuses; says what is allowed.
+    """
+    for key in FLAG_KEYS:
+        flag_of(values, key)
+    sizes = {key: size for key in SIZE_KEYS if (size := values.get(key)) is not None}
+    for key, size in sizes.items():
+        _positive(key, size)
+    if len(sizes) > 1:
+        raise ConfigError(f"{' and '.join(SIZE_KEYS)}: only one of them is allowed")
+    budget = values.get(BUDGET_KEY)
+    if isinstance(budget, bool) or not isinstance(budget, int | None) or (budget or 0) < 0:
+        raise ConfigError(f"{BUDGET_KEY} = {budget!r}: must be a whole number of bytes")
 
 
 class OffloadingSpec(ABC):

@@ -17,7 +17,7 @@ from vllm.v1.kv_offload.config import OffloadingConfig
 
 from kvstore.assembly import rows_for
 from kvstore.config import Config, DiskConfig
-from kvstore.connector.spec import BUDGET_KEY, ENGINE_KEYS, FLAG_KEYS, VLLM_KEYS, flag_of
+from kvstore.connector.spec import BUDGET_KEY, ENGINE_KEYS, VLLM_KEYS, check_vllm_values
 from kvstore.errors import ConfigError
 from kvstore.gate import codecs_of, read_gate
 from kvstore.observe.metrics.table import METRICS
@@ -70,9 +70,9 @@ class KVStoreOffloadingSpec(OffloadingSpec):
         values = dict(config.extra_config)
         for key in ENGINE_KEYS & values.keys():
             raise ValueError(f"unknown key {key} = {values[key]!r}: vLLM decides it")
-        _check_budget(values.pop(BUDGET_KEY, None))
-        for key in FLAG_KEYS:
-            flag_of(values, key)
+        check_vllm_values(values)
+        if values.get(BUDGET_KEY) is not None and not LOADS_WITHIN_STEPS:
+            raise ConfigError(f"{BUDGET_KEY} = {values[BUDGET_KEY]!r}: it needs vLLM 0.33")
         self._naming = Naming.taken_from(values)
         self.store_config = Config.from_mapping(values, ignore=VLLM_KEYS)
         vllm_config = None if engine is None else engine.vllm_config
@@ -173,12 +173,3 @@ def _is_apart(vllm_config: Any) -> bool:
     parallel = getattr(vllm_config, "parallel_config", None)
     backend = getattr(parallel, "distributed_executor_backend", None)
     return backend == "ray" or bool(getattr(backend, "uses_ray", False))
-
-
-def _check_budget(value: Any) -> None:
-    if value is None:
-        return
-    if not LOADS_WITHIN_STEPS:
-        raise ConfigError(f"{BUDGET_KEY} = {value!r}: it needs vLLM 0.33")
-    if isinstance(value, bool) or not isinstance(value, int) or value < 0:
-        raise ConfigError(f"{BUDGET_KEY} = {value!r}: must be a whole number of bytes")

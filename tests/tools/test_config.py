@@ -131,6 +131,16 @@ def test_what_is_no_table_is_refused_by_name(tmp_path: Path) -> None:
         ({"secondary_tiers": []}, "secondary_tiers belong to vLLM's own tiering"),
         ({"chunk_bytes": "1MiB"}, "unknown key chunk_bytes = '1MiB': vLLM decides it"),
         ({"keep_events": True}, "unknown key keep_events = True: vLLM decides it"),
+        ({"sync_load_budget_bytes": -1}, "sync_load_budget_bytes = -1: must be a whole number of"),
+        ({"sync_load_budget_bytes": "1MiB"}, "sync_load_budget_bytes = '1MiB': must be a whole"),
+        ({"blocks_per_chunk": 0}, "blocks_per_chunk = 0: must be a whole number of at least 1"),
+        ({"blocks_per_chunk": 2.5}, "blocks_per_chunk = 2.5: must be a whole number"),
+        ({"encryption_keys": "env:"}, "encryption_keys = 'env:': must be the path of a file, env:"),
+        ({"block_size": "x"}, "block_size = 'x': must be a whole number of at least 1"),
+        (
+            {"block_size": 32, "blocks_per_chunk": 2},
+            "block_size and blocks_per_chunk: only one of them is allowed",
+        ),
     ],
 )
 def test_what_vllm_refuses_is_refused(tmp_path: Path, extra: dict[str, Any], message: str) -> None:

@@ -143,6 +143,18 @@ async def test_gc_follows_no_link(tmp_path: Path) -> None:
     assert sum(held(place).values()) == 18
 
 
+async def test_gc_tells_of_a_namespace_of_which_nothing_but_a_linked_lane_is_there(
+    tmp_path: Path,
+) -> None:
+    place = tmp_path / "kv"
+    await three_models(place)
+    (lane,) = place.glob("third-*/lane-0")
+    lane.rename(tmp_path / "elsewhere")
+    lane.symlink_to(tmp_path / "elsewhere")
+    told = run("gc", place, "--keep", "1", "--yes", status=1)
+    assert f"leave {lane.parent.name}, 0 B: {lane}: is a symbolic link" in told
+
+
 async def test_what_was_interrupted_is_finished_by_the_next(tmp_path: Path) -> None:
     await three_models(tmp_path)
     (first,) = tmp_path.glob("first-*")

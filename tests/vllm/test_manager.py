@@ -645,6 +645,7 @@ def test_a_request_that_goes_on_at_a_reset_stores_no_more_and_the_next_one_does(
         ({"cpu_bytes_to_use": "12 apples"}, "cpu_bytes_to_use = '12 apples'"),
         ({"offload_prompt_only": "false"}, "offload_prompt_only = 'false': must be true or false"),
         ({"self_describing_kv_events": 1}, "self_describing_kv_events = 1: must be true or false"),
+        ({"blocks_per_chunk": 2.5}, "blocks_per_chunk = 2.5: must be a whole number"),
         ({"cpu_bytes_to_use": 100}, "must hold at least one chunk of 4096 bytes"),
         (
             {"eviction_policy": "magic"},

@@ -10,6 +10,7 @@ import asyncio
 import contextlib
 import errno
 import logging
+import math
 import os
 import secrets
 import stat
@@ -48,6 +49,16 @@ clocks of hosts differ."""
 NOT_OURS = {errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.EACCES, errno.EPERM}
 """Errors of what is no folder of values, and is left alone."""
 
+NO_FILE = {
+    errno.ELOOP: "is a symbolic link",
+    errno.EISDIR: "is a folder",
+    errno.ENXIO: "is a socket or a device",
+}
+"""Errors of what is in the place of a value, and cannot be opened as one."""
+
+TOLD_SECONDS = 60.0
+"""Least seconds between two log lines about values that cannot be looked at."""
+
 NO_FOLDER = "there is no folder of values"
 
 READ_SECONDS = 600.0
@@ -73,7 +84,7 @@ class DirectoryClient:
         self._looking: asyncio.Future[None] | None = None
         # Of calls that have ended without them: a hanging file system keeps them, and their copies.
         self._left: set[asyncio.Future[Any]] = set()
-        self._doubted = False
+        self._told = -math.inf
 
     async def exists(self, names: Sequence[str]) -> list[bool]:
         def one(folder: int, at: str, _: int) -> bool | OSError:
@@ -89,8 +100,8 @@ class DirectoryClient:
             # Of the directory, which then has no answer for another name either, or of these files.
             other = secrets.token_hex(8)
             await self._each(names[:1], False, lambda folder, *_: self._has(folder, other))
-        told, self._doubted = self._doubted, bool(faults)
-        if faults and not told:
+        if faults and time.monotonic() - self._told >= TOLD_SECONDS:
+            self._told = time.monotonic()
             logger.warning(
                 "%s: there are values that cannot be looked at, and count as missing: %s",
                 self._mount.directory,
@@ -298,9 +309,9 @@ class DirectoryClient:
         try:
             fd = open_at_once(at, dir_fd=folder)
         except OSError as error:
-            if error.errno != errno.ELOOP:
+            if error.errno not in NO_FILE:
                 raise
-            fault: str | None = "is a symbolic link"
+            fault: str | None = NO_FILE[error.errno]
         else:
             with open(fd, "rb", buffering=0) as file:
                 fault = self._mount.trust.file_fault(fd, written=False)
